@@ -1,0 +1,41 @@
+"""Sharded training from a notebook: IPython magics over ipyparallel engines, one per GPU.
+
+Importing this package imports neither torch nor IPython; ``%load_ext fsdp_magic`` does the
+least that registers the magics.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdp_magic.core import errors
+
+if TYPE_CHECKING:
+    from fsdp_magic.notebook.session import Session
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "errors", "init", "load_ipython_extension"]
+
+
+def init(*, show: bool = True, **options: Any) -> Session:
+    """Start engines, or return the running session if it is the one asked for.
+
+    Args:
+        show: show ranks, hosts and devices.
+        **options: n, device, share_gpus, memory_limit, seed, restart, strategy; they mean what
+            they mean for ``%fsdp_init``.
+
+    Raises:
+        fsdp_magic.errors.UsageError: if an option cannot work.
+        fsdp_magic.errors.FsdpError: if the engines did not start.
+    """
+    from fsdp_magic.notebook import session
+
+    return session.init(show=show, **options)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magics; IPython calls this for ``%load_ext fsdp_magic``."""
+    from fsdp_magic.notebook.magics import FsdpMagics
+
+    shell.register_magics(FsdpMagics)

@@ -1,0 +1,98 @@
+"""The exceptions of the package; pure, the same in every process.
+
+::
+
+    FsdpError
+    ├── UsageError                 an option, a value or a name that cannot work
+    ├── CellFailedError            a cell raised on at least one rank
+    │   └── OutOfMemoryOnRankError     ... because a device was full
+    └── EngineDiedError            an engine's process is gone
+
+IPython prints a full traceback for any exception, also for subclasses of its own UsageError.
+An exception with ``_render_traceback_`` is asked for its lines instead, so each of ours says
+what happened in its own words and nothing of our frames is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_magic.core.protocol import CellOutput, Failure
+
+
+class FsdpError(Exception):
+    """Anything this package raises on purpose.
+
+    Attributes:
+        run: the ``Run`` that was under way, when there was one.
+    """
+
+    run: Any = None
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows instead of a traceback."""
+        return str(self).splitlines() or [type(self).__name__]
+
+
+class UsageError(FsdpError):
+    """What was typed cannot work; nothing was changed."""
+
+
+class CellFailedError(FsdpError):
+    """A cell raised on at least one rank.
+
+    Attributes:
+        ranks: the ranks that raised on their own (not those released because a peer failed).
+        outputs: what every rank printed and returned until then, by position.
+        exceptions: the failure of each rank in ``ranks``: type, message and traceback as text.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        exceptions: Mapping[int, Failure],
+        outputs: Sequence[CellOutput] = (),
+    ) -> None:
+        super().__init__(message)
+        self.exceptions = dict(exceptions)
+        self.ranks = tuple(sorted(self.exceptions))
+        self.outputs = tuple(outputs)
+
+
+class OutOfMemoryOnRankError(CellFailedError):
+    """A device was full on at least one rank; its memory is free again."""
+
+
+class EngineDiedError(FsdpError):
+    """An engine's process ended while it was needed.
+
+    Attributes:
+        rank: the rank it had; None if it died before it got one.
+        host: where it ran.
+        signal: the number of the signal that ended it; None if it exited by itself.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None, host: str, signal: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.signal = signal
+
+
+class CellInterrupted(KeyboardInterrupt):  # noqa: N818  it is an interrupt, not an error
+    """The person interrupted a cell; every rank has stopped.
+
+    Attributes:
+        run: the ``Run`` that was under way, when there was one.
+    """
+
+    run: Any = None
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows instead of a traceback."""
+        return [str(self)]

@@ -1,0 +1,1 @@
+"""Code that runs in the engines (and, in ``controller.py`` and ``watcher.py``, beside them)."""

@@ -1,0 +1,22 @@
+"""ENGINE: entry of an engine, ``python -m fsdp_magic.engine``.
+
+The order matters. The watcher is forked first, while this process is small and has one thread;
+then torch is imported, while the controller starts; only then does the engine register, so a
+registered engine answers at once.
+"""
+
+from __future__ import annotations
+
+from fsdp_magic.engine.watcher import guard
+
+
+def main() -> None:
+    """Fork the watcher, import torch, become an ipyparallel engine."""
+    guard()
+    from fsdp_magic.engine.application import EngineApplication
+
+    EngineApplication.launch_instance()
+
+
+if __name__ == "__main__":
+    main()

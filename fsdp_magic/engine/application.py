@@ -1,0 +1,79 @@
+"""ENGINE: an ipyparallel engine that offers our verbs.
+
+torch is imported at the top: an engine is useless without it, and by then the watcher is there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import os
+import signal
+from contextlib import contextmanager
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch.distributed.fsdp  # noqa: F401  imported before the engine registers
+import torch.distributed.tensor  # noqa: F401
+from ipyparallel.engine.app import IPEngine
+
+from fsdp_magic.core.protocol import CALL_NAME
+from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.verbs import Engine
+
+_PR_SET_PDEATHSIG = 1
+
+
+class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyped
+    """The engine's process."""
+
+    def init_signal(self) -> None:
+        """Take over SIGINT and offer the verbs; called once the kernel object is there."""
+        super().init_signal()
+        INTERRUPTS.install()
+        signal.signal(signal.SIGTERM, _leave)
+        _keep_handler(self.kernel)
+        engine = Engine(shell=self.kernel.shell)
+        setattr(builtins, CALL_NAME, engine.call)
+        os.register_at_fork(after_in_child=_die_with_parent)
+
+
+def _keep_handler(kernel: Any) -> None:
+    """Keep ipykernel from swapping the SIGINT handler around each of our requests.
+
+    Plain executions (``%%px``) still get Python's own handler while they run.
+    """
+    execute = kernel.do_execute
+
+    async def do_execute(*args: Any, **kwargs: Any) -> Any:
+        with _default_handler():
+            return await execute(*args, **kwargs)
+
+    kernel.do_execute = do_execute
+    kernel.pre_handler_hook = lambda: None
+    kernel.post_handler_hook = lambda: None
+
+
+@contextmanager
+def _default_handler() -> Iterator[None]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        INTERRUPTS.install()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End at once, after the person's exit functions; tearing torch down takes a second."""
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Make a forked child (a DataLoader's worker) die with the engine.
+
+    A worker that outlives it would hold the engine's sockets open, and its peers would wait.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

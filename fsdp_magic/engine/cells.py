@@ -1,0 +1,222 @@
+"""ENGINE: compiling a cell, running it, and describing how it failed.
+
+A cell is compiled under a file name of its own, and its source is put into ``linecache`` under
+that name, so tracebacks show its lines. A traceback is cut to the person's frames: cells, and
+files that belong neither to this package nor to an installed library.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.protocol import Failure
+from fsdp_magic.engine.interrupts import ReleasedByPeerError
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
+_MAGIC_CALLS = ("run_line_magic", "run_cell_magic", "magic", "set_next_input", "pinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A compiled cell.
+
+    Attributes:
+        name: its file name in tracebacks.
+        body: its statements.
+        last: its last expression, whose value is shown; None if there is none.
+        assigned: the names that its top level binds.
+    """
+
+    name: str
+    body: CodeType
+    last: CodeType | None
+    assigned: frozenset[str]
+
+    def run(self, namespace: dict[str, Any]) -> Any:
+        """Execute in a namespace, and return the value of the last expression."""
+        exec(self.body, namespace)
+        return eval(self.last, namespace) if self.last is not None else None
+
+
+def compile_cell(code: str, name: str, *, shell: Any) -> Cell:
+    """Compile a cell that may use everything IPython offers.
+
+    Args:
+        code: the cell as typed.
+        name: its file name in tracebacks.
+        shell: the engine's IPython, which turns ``!``, ``%`` and ``?`` into Python.
+
+    Raises:
+        SyntaxError: if it is not Python.
+        FsdpError: if it awaits at top level.
+    """
+    source = shell.transform_cell(code)
+    _remember(source, name)
+    tree = _parsed(source, name)
+    last: CodeType | None = None
+    shown = tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_quietly(code)
+    if shown:
+        expression = tree.body.pop()
+        assert isinstance(expression, ast.Expr)
+        last = compile(ast.Expression(expression.value), name, "eval")
+    return Cell(
+        name=name, body=compile(tree, name, "exec"), last=last, assigned=_assigned(tree)
+    )
+
+
+def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
+    """Compile a cell that is executed once per micro-step: Python, and ``!`` commands.
+
+    Raises:
+        SyntaxError: if it is not Python.
+        FsdpError: if it uses a magic or awaits at top level.
+    """
+    source = shell.transform_cell(code)
+    _remember(source, name)
+    tree = _parsed(source, name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in _MAGIC_CALLS and _is_shell(node):
+            raise FsdpError(
+                f"line {node.lineno} uses a magic; a training cell is plain Python that runs "
+                "once per micro-step: put the magic into a %%fsdp cell"
+            )
+    return Cell(
+        name=name, body=compile(tree, name, "exec"), last=None, assigned=_assigned(tree)
+    )
+
+
+def describe(error: BaseException) -> Failure:
+    """Return what a person needs to know about an exception, without keeping it alive."""
+    if isinstance(error, ReleasedByPeerError):
+        return Failure(kind="released", exception_type="", message="a peer failed")
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(kind="interrupted", exception_type="KeyboardInterrupt", message="")
+    frames = _persons_frames(error.__traceback__)
+    message = str(error)
+    if isinstance(error, SyntaxError):
+        lines = traceback.format_exception_only(error)
+        frames, message = "".join(lines[:-1]), str(error.msg)
+    elif isinstance(error, FsdpError):
+        return Failure(kind="usage", exception_type=type(error).__name__, message=message)
+    return Failure(
+        kind="out_of_memory" if is_out_of_memory(error) else "raised",
+        exception_type=type(error).__name__,
+        message=message,
+        traceback=frames,
+        notes=tuple(getattr(error, "__notes__", ())),
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that the device is full.
+
+    Source: on CUDA torch raises ``OutOfMemoryError``; on CPU a ``RuntimeError`` whose text names
+    its allocator; gloo lets ``std::bad_alloc`` through.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def forgotten(error: BaseException) -> Iterator[None]:
+    """Drop every reference to the frames of a handled exception afterwards.
+
+    The tensors of a failed cell live in its frames; they must not survive it.
+    """
+    try:
+        yield
+    finally:
+        seen: set[int] = set()
+        current: BaseException | None = error
+        while current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            current.__traceback__ = None
+            current = current.__cause__ or current.__context__
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            if hasattr(sys, name):
+                delattr(sys, name)
+
+
+def _remember(source: str, name: str) -> None:
+    """Keep a cell's source for tracebacks and ``inspect``; no time stamp: never checked."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+
+
+def _parsed(source: str, name: str) -> ast.Module:
+    tree = ast.parse(source, name)
+    for node in _top_level(tree):
+        if isinstance(node, (ast.Await, ast.AsyncFor, ast.AsyncWith)):
+            raise FsdpError(
+                f"line {node.lineno} awaits at top level, which a cell on engines cannot; "
+                "wrap it: asyncio.run(main())"
+            )
+    return tree
+
+
+def _top_level(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when the cell runs, not those inside functions and classes."""
+    for child in ast.iter_child_nodes(tree):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _top_level(child)
+
+
+def _assigned(tree: ast.AST) -> frozenset[str]:
+    """Return the names that the top level of a cell binds."""
+    names: set[str] = set()
+    for node in _top_level(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update((a.asname or a.name).partition(".")[0] for a in node.names)
+    return frozenset(names)
+
+
+def _is_shell(node: ast.Attribute) -> bool:
+    call = node.value
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "get_ipython"
+    )
+
+
+def _ends_quietly(code: str) -> bool:
+    """Return whether a cell's last statement ends in a semicolon, comments aside."""
+    lines = [line.partition(" #")[0].rstrip() for line in code.rstrip().splitlines()]
+    spoken = [line for line in lines if line and not line.lstrip().startswith("#")]
+    return bool(spoken) and spoken[-1].endswith(";")
+
+
+def _persons_frames(trace: TracebackType | None) -> str:
+    """Return the frames of cells and of the person's own files, as text."""
+    frames = [
+        frame for frame in traceback.extract_tb(trace) if _is_persons(frame.filename)
+    ]
+    return "".join(traceback.StackSummary.from_list(frames).format())
+
+
+def _is_persons(filename: str) -> bool:
+    if filename.startswith("<"):
+        return filename.startswith("<%%")
+    path = str(Path(filename).resolve())
+    return not path.startswith((_PACKAGE, *_LIBRARIES))

@@ -1,0 +1,140 @@
+"""ENGINE: which modules a person means, and sharding them together with their optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.placement import Placement
+from fsdp_magic.core.specs import ModelSpec
+from fsdp_magic.engine.optimizers import parameters_of, repoint
+from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.reachable import outermost, reachable
+from fsdp_magic.engine.world import World
+
+Models = dict[str, ShardedModel]
+
+
+def wanted_modules(
+    namespace: Mapping[str, Any],
+    spec: ModelSpec,
+    *,
+    assigned: Iterable[str],
+    models: Models,
+) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+    """Return the modules to shard by name, and sentences about those left alone.
+
+    Args:
+        namespace: the person's variables.
+        spec: names what to shard, or nothing.
+        assigned: the names that the cell bound, which count if nothing is named.
+        models: what is sharded already.
+
+    Raises:
+        FsdpError: if there is no module with parameters.
+    """
+    found = (
+        {name: _named_module(name, namespace) for name in spec.names}
+        if spec.names
+        else outermost(_with_parameters(reachable(namespace, nn.Module, names=sorted(assigned))))
+    )
+    if not found:
+        raise FsdpError(
+            "the cell binds no module with parameters; end it with a line such as: "
+            "model = GPT2LMHeadModel(config), or name one: %%fsdp_model NAME"
+        )
+    wanted = {name: module for name, module in found.items() if not _is_sharded(module)}
+    notes = tuple(
+        f"{name} is sharded already and is left alone; build a new one to shard it anew"
+        for name in found
+        if name not in wanted
+    )
+    return wanted, notes
+
+
+def shard_all(
+    wanted: Mapping[str, nn.Module],
+    spec: ModelSpec,
+    namespace: Mapping[str, Any],
+    *,
+    models: Models,
+    world: World,
+) -> tuple[Placement, ...]:
+    """Shard modules, remember them in ``models``, and re-point every bound optimizer.
+
+    Collective: every rank must call this.
+    """
+    placements = []
+    for name, module in wanted.items():
+        model, replaced = fsdp.shard(module, name=name, spec=spec, world=world)
+        for optimizer in reachable(namespace, Optimizer).values():
+            repoint(optimizer, replaced)
+        _drop_unbound(models, namespace)
+        models.pop(name, None)
+        models[name] = model
+        placements.append(fsdp.placement(model, world))
+    return tuple(placements)
+
+
+def placements_of(
+    spec: ModelSpec, *, assigned: Iterable[str], models: Models, world: World
+) -> tuple[Placement, ...]:
+    """Return the placements of models that a cell named and that were sharded before."""
+    names = [name for name in (spec.names or sorted(assigned)) if name in models]
+    return tuple(fsdp.placement(models[name], world) for name in names)
+
+
+def shard_forgotten(
+    namespace: Mapping[str, Any], *, models: Models, world: World
+) -> list[str]:
+    """Shard modules that an optimizer trains and that never were, and say so.
+
+    Collective: every rank must call this.
+    """
+    trained = {
+        id(parameter)
+        for optimizer in reachable(namespace, Optimizer).values()
+        for parameter in parameters_of(optimizer)
+    }
+    found = outermost(_with_parameters(reachable(namespace, nn.Module)))
+    forgotten = {
+        name: module
+        for name, module in found.items()
+        if not _is_sharded(module) and any(id(p) in trained for p in module.parameters())
+    }
+    spec = world.request.defaults
+    shard_all(forgotten, spec, namespace, models=models, world=world)
+    return [f"{name} had not been sharded; it is now ({spec.strategy})" for name in forgotten]
+
+
+def _named_module(name: str, namespace: Mapping[str, Any]) -> nn.Module:
+    try:
+        module = eval(name, dict(namespace))
+    except (NameError, AttributeError, LookupError, SyntaxError) as error:
+        raise FsdpError(f"{name} is not there on the engines ({error})") from None
+    if not isinstance(module, nn.Module):
+        raise FsdpError(f"{name} is a {type(module).__name__}, not a torch module")
+    if next(module.parameters(), None) is None:
+        raise FsdpError(f"{name} has no parameters, so there is nothing to shard")
+    return module
+
+
+def _with_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    return {n: m for n, m in modules.items() if next(m.parameters(), None) is not None}
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(child, FSDPModule) for child in module.modules())
+
+
+def _drop_unbound(models: Models, namespace: Mapping[str, Any]) -> None:
+    """Forget models that no name leads to any more, so that their memory is freed."""
+    bound = {id(module) for module in reachable(namespace, nn.Module).values()}
+    for name in [name for name, model in models.items() if id(model.module) not in bound]:
+        del models[name]

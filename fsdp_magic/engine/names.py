@@ -1,0 +1,49 @@
+"""ENGINE: the names a cell finds, and a person's own values of them.
+
+Every cell finds ``rank``, ``world_size`` and others. A person may use such a word for something
+of theirs (``rank = 16`` of an adapter): while a cell runs it is hidden, afterwards it is back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_MISSING = object()
+
+
+class Names:
+    """Binds our names around cells.
+
+    Args:
+        namespace: where the person's variables live.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._told: set[str] = set()
+
+    @contextmanager
+    def bound(self, values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+        """Bind names inside, and put the person's own values back afterwards.
+
+        A name that the cell itself binds anew keeps the cell's value: it is the person's.
+
+        Yields:
+            The person's names that are hidden for the first time.
+        """
+        own = {name: self._namespace.get(name, _MISSING) for name in values}
+        hidden = [n for n, value in own.items() if value is not _MISSING and n not in self._told]
+        self._told.update(hidden)
+        self._namespace.update(values)
+        try:
+            yield tuple(hidden)
+        finally:
+            for name, value in values.items():
+                if self._namespace.get(name, _MISSING) is not value:
+                    continue
+                if own[name] is _MISSING:
+                    del self._namespace[name]
+                else:
+                    self._namespace[name] = own[name]

@@ -1,0 +1,67 @@
+"""ENGINE: optimizers and sharded parameters.
+
+An optimizer made before the model was sharded holds parameters that are no longer trained. It is
+re-pointed in place: the same object, the same groups with their own learning rates and decay,
+the same hooks and schedulers; its state is cut like the parameters it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from fsdp_magic.core.errors import FsdpError
+
+
+def repoint(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
+    """Put new parameters where an optimizer holds the ones they replace.
+
+    Args:
+        optimizer: changed in place.
+        replaced: the new parameter by the id of the old one.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+    for old in [parameter for parameter in optimizer.state if id(parameter) in replaced]:
+        new = replaced[id(old)]
+        state = optimizer.state.pop(old)
+        optimizer.state[new] = {name: _cut_like(value, new) for name, value in state.items()}
+
+
+def refuse_shared(optimizers: Mapping[str, Optimizer]) -> None:
+    """Raise if a parameter is in two optimizers, which would both step it."""
+    holder: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        for parameter in parameters_of(optimizer):
+            other = holder.setdefault(id(parameter), name)
+            if other != name:
+                raise FsdpError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, {other} "
+                    f"and {name}; keep it in one, or delete the one that is no longer used: "
+                    f"del {other}"
+                )
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return every parameter that an optimizer holds."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _cut_like(value: Any, parameter: nn.Parameter) -> Any:
+    """Return a state tensor cut like its parameter; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor):
+        return value
+    if tuple(value.shape) != tuple(parameter.shape):
+        return value
+    # no source rank: every rank has the whole state and takes its part of it
+    return distribute_tensor(
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        src_data_rank=None,
+    )

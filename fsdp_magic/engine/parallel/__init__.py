@@ -1,0 +1,1 @@
+"""Ways to spread a model over ranks, one technique a file."""

@@ -1,0 +1,253 @@
+"""ENGINE: fully sharded data parallelism with FSDP2: ``full_shard`` and ``shard_grad_op``.
+
+A unit is what is gathered at once: each repeated block of the model is one, and what is left is
+the root's. ``full_shard`` frees a unit's parameters after its forward and gathers them again for
+backward (ZeRO-3); ``shard_grad_op`` keeps them in between (ZeRO-2). Gradients are added up over
+the ranks, not averaged, while our loop trains: each rank weighs its loss by its part of the
+global batch, so their sum is the gradient of the whole.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
+from fsdp_magic.core.specs import ModelSpec
+from fsdp_magic.engine.parallel import torch_private
+from fsdp_magic.engine.world import World
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardedModel:
+    """A model that was spread over the ranks; the module stays the person's object.
+
+    Attributes:
+        name: what it was bound to.
+        module: the root.
+        strategy: how it is spread.
+        whole: parameters that every rank holds whole, because FSDP2 cannot cut them.
+        notes: sentences a person should read.
+    """
+
+    name: str
+    module: nn.Module
+    strategy: str
+    whole: list[nn.Parameter] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def shard(
+    module: nn.Module, *, name: str, spec: ModelSpec, world: World
+) -> tuple[ShardedModel, dict[int, nn.Parameter]]:
+    """Spread a model over the ranks, in place.
+
+    Collective: every rank must call this.
+
+    Args:
+        module: the model; the same on every rank, or rank 0's is taken.
+        name: what it is bound to.
+        spec: how.
+        world: over whom.
+
+    Returns:
+        The sharded model, and each new parameter by the id of the one it replaces.
+    """
+    model = ShardedModel(name=name, module=module, strategy=spec.strategy)
+    places = _places(module)
+    _refuse_meta(module, name)
+    module.to(world.device)
+    _take_from_rank_0(model, world)
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    model.whole = [p for p in module.parameters() if p.ndim == 0]
+    _refuse_mixed_dtypes(module, model.whole)
+    ignored = set(model.whole)
+    for unit in blocks(module):
+        fully_shard(
+            unit,
+            mesh=world.mesh,
+            reshard_after_forward=spec.strategy == "full_shard",
+            ignored_params=ignored,
+        )
+    # the root is gathered for the whole forward; freeing it just before backward gains nothing
+    fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
+    replaced = {
+        id(old): owner._parameters[attribute] for old, owner, attribute in places
+    }
+    return model, {key: new for key, new in replaced.items() if new is not None}
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model, outermost only, in order.
+
+    A block is a module with submodules of its own, in a container that holds at least two of its
+    class. One that shares a parameter with the rest of the model is left to the root, which
+    gathers tied parameters once.
+    """
+    return [block for block in _repeated(module) if not _shares_parameters(block, module)]
+
+
+@contextmanager
+def gradients_added_up(models: list[ShardedModel], world: World) -> Iterator[None]:
+    """Add gradients up over the ranks inside, where FSDP2 would average them."""
+    try:
+        _set_divide_factor(models, 1.0)
+        yield
+    finally:
+        _set_divide_factor(models, float(world.world_size))
+
+
+def reshard(model: ShardedModel) -> None:
+    """Free gathered parameters, so that the next forward and any optimizer see the shards."""
+    for _, unit in torch_private.units(model.module):
+        unit.reshard()
+
+
+def placement(model: ShardedModel, world: World) -> Placement:
+    """Return where every parameter lives; the same on every rank, without communication."""
+    unit_of = {
+        id(parameter.sharded_param): name
+        for name, unit in torch_private.units(model.module)
+        for group in torch_private.parameter_groups(unit)
+        for parameter in group.fsdp_params
+    }
+    return Placement(
+        model=model.name,
+        strategy=model.strategy,
+        world_size=world.world_size,
+        parameters=tuple(
+            _parameter_placement(name, parameter, unit_of.get(id(parameter), ""), world)
+            for name, parameter in model.module.named_parameters()
+        ),
+        notes=tuple(model.notes),
+    )
+
+
+def _parameter_placement(
+    name: str, parameter: nn.Parameter, unit: str, world: World
+) -> ParameterPlacement:
+    shape = tuple(parameter.shape)
+    sharded = isinstance(parameter, DTensor)
+    local_shapes = tuple(
+        (shard_rows(rows=shape[0], world_size=world.world_size, rank=rank), *shape[1:])
+        if sharded
+        else shape
+        for rank in range(world.world_size)
+    )
+    return ParameterPlacement(
+        name=name,
+        shape=shape,
+        local_shapes=local_shapes,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        element_bytes=parameter.element_size(),
+        kind="sharded" if sharded else "replicated",
+        unit=unit,
+    )
+
+
+def _places(module: nn.Module) -> list[tuple[nn.Parameter, nn.Module, str]]:
+    """Return every parameter with where it stands, tied ones once for each place."""
+    return [
+        (parameter, owner, attribute)
+        for owner in module.modules()
+        for attribute, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    children = list(module.children())
+    classes = Counter(map(type, children)) if isinstance(module, _CONTAINERS) else Counter()
+    for child in children:
+        if classes[type(child)] > 1 and _is_block(child):
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_parameters = next(module.parameters(), None) is not None
+    return has_parameters and any(True for _ in module.children())
+
+
+def _shares_parameters(block: nn.Module, root: nn.Module) -> bool:
+    inside = {id(m) for m in block.modules()}
+    own = {id(p) for p in block.parameters()}
+    return any(
+        id(parameter) in own
+        for owner in root.modules()
+        if id(owner) not in inside
+        for parameter in owner._parameters.values()
+    )
+
+
+def _refuse_meta(module: nn.Module, name: str) -> None:
+    empty = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
+    if empty:
+        raise FsdpError(
+            f"{name} is on the meta device, without weights (first: {empty[0]}); build it on the "
+            "CPU"
+        )
+
+
+def _refuse_mixed_dtypes(module: nn.Module, whole: list[nn.Parameter]) -> None:
+    """Raise, naming all, if trainable parameters of one unit differ in dtype."""
+    kept = {id(parameter) for parameter in whole}
+    units = blocks(module)
+    in_blocks = {id(p) for unit in units for p in unit.parameters()}
+    rest = [(n, p) for n, p in module.named_parameters() if id(p) not in in_blocks]
+    for named in (*(list(unit.named_parameters()) for unit in units), rest):
+        trained = [(n, p) for n, p in named if p.requires_grad and id(p) not in kept]
+        dtypes = {p.dtype for _, p in trained}
+        if len(dtypes) > 1:
+            listed = ", ".join(f"{n} ({str(p.dtype).removeprefix('torch.')})" for n, p in trained)
+            raise FsdpError(
+                f"trainable parameters of one unit must have one dtype; these differ: {listed}; "
+                "make them one with .to(dtype) before they are sharded"
+            )
+
+
+def _take_from_rank_0(model: ShardedModel, world: World) -> None:
+    """Give every rank rank 0's parameters and buffers, if they differ.
+
+    Collective: every rank must call this.
+    """
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    sums: list[object] = [None] * world.world_size
+    dist.all_gather_object(sums, [_checksum(tensor) for tensor in tensors])
+    if all(other == sums[0] for other in sums):
+        return
+    for tensor in tensors:
+        dist.broadcast(tensor.data, src=0)
+    model.notes.append(
+        f"the ranks had built {model.name} differently; all have rank 0's weights now"
+    )
+
+
+def _checksum(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return shape, dtype and a checksum over the bytes of a tensor."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return tuple(tensor.shape), tensor.dtype, zlib.crc32(content)
+
+
+def _set_divide_factor(models: list[ShardedModel], factor: float) -> None:
+    for model in models:
+        for _, unit in torch_private.units(model.module):
+            assert isinstance(unit, FSDPModule)
+            unit.set_gradient_divide_factor(factor)
+            # a sum and a division; gloo knows no premultiplied sum
+            unit.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,87 @@
+"""ENGINE: the private names of torch that we need, in one place.
+
+Checked on torch 2.13.0. ``reset_iter_state`` is public there; for 2.11 and 2.12, which lack it,
+the fallback does what it does, after their source (torch/distributed/fsdp/_fully_shard).
+A test in ``tests/engines`` fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def units(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each FSDP unit of a model: its dotted name and the module."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module
+
+
+def parameter_groups(unit: Any) -> list[Any]:
+    """Return the parameter groups of one FSDP unit (one, or none for a unit without any)."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # plural since 2.12
+    if groups is None:
+        single = getattr(state, "_fsdp_param_group", None)
+        groups = [] if single is None else [single]
+    return list(groups)
+
+
+def sharded_of_unsharded(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the sharded parameter by the id of the one a forward sees in its place.
+
+    An optimizer built between a forward and the next reshard holds the latter, and would train
+    nothing.
+    """
+    return {
+        id(parameter._unsharded_param): parameter.sharded_param
+        for _, unit in units(model)
+        for group in parameter_groups(unit)
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def forget_iteration(model: nn.Module) -> None:
+    """Forget a forward or backward that an exception ended.
+
+    Without it, gradients that were under way would be added to those of the next backward.
+    """
+    for _, unit in units(model):
+        for group in parameter_groups(unit):
+            group._all_gather_result = None  # its transport is gone: never wait for it
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+    for _, root in units(model):
+        if root._get_fsdp_state()._is_root is not False:
+            _reset_iteration_state(root)
+
+
+def _reset_iteration_state(root: Any) -> None:
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    state = root._get_fsdp_state()
+    context = state._comm_ctx
+    context.all_gather_state = None
+    context.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._training_state = type(each._training_state).IDLE
+        for group in parameter_groups(root):
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor holds on this rank; of a DTensor, its shard's."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return int(local.numel() * local.element_size())

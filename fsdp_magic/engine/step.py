@@ -1,0 +1,249 @@
+"""ENGINE: a training cell as optimizer steps.
+
+One step: take this step's micro-batches and vote on them; for each, run the cell and take its
+``loss`` backward; measure the gradient; vote that all ranks got this far; clip, step, clear.
+Weights, optimizer state and data position change only after the second vote, so a cell that
+fails anywhere has changed none of them on any rank.
+
+The loss of the global batch is the mean over its samples, so a micro-batch counts by its part
+of them: with n_i samples of N, backward runs on ``loss * n_i / N`` and gradients are added up
+over micro-steps and ranks. N is known from the first vote. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine import gradients
+from fsdp_magic.engine.cells import Cell
+from fsdp_magic.engine.data import Data, StepBatches, token_count
+from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.records import Records
+from fsdp_magic.engine.vote import Flag
+from fsdp_magic.engine.world import World
+
+_FOUND = ("loss",)
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """What a run trains.
+
+    Attributes:
+        optimizers: by name; every one of them steps.
+        parameters: every parameter in them, once.
+        whole: those of them that each rank holds whole.
+    """
+
+    optimizers: dict[str, Optimizer]
+    parameters: list[torch.Tensor]
+    whole: list[torch.Tensor]
+
+
+class StepLoop:
+    """The steps of one run on one rank.
+
+    Args:
+        cell: compiled once.
+        namespace: where it runs.
+        world: the ranks.
+        trained: what it trains.
+        data: where batches come from; None: the cell brings its own.
+        accumulate: micro-steps per step.
+        max_grad_norm: None: no clipping.
+        stopping: whether the person has asked this run to stop.
+        after_phase: called where memory is at a height, to measure it.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        namespace: dict[str, Any],
+        *,
+        world: World,
+        trained: Trained,
+        data: Data | None,
+        accumulate: int,
+        max_grad_norm: float | None,
+        stopping: Callable[[], bool],
+        after_phase: Callable[[], None],
+    ) -> None:
+        self._cell = cell
+        self._namespace = namespace
+        self._world = world
+        self._trained = trained
+        self._data = data
+        self._accumulate = accumulate
+        self._max_grad_norm = max_grad_norm
+        self._stopping = stopping
+        self._after_phase = after_phase
+        self.records = Records()
+        self.stopped = False
+        self.samples_per_step: int | None = None
+        self.micro_batch_size: int | None = None
+        self.notes: list[str] = []
+
+    def run(self, *, first_step: int, total_steps: int | None) -> None:
+        """Take steps until their number is reached, the data ends, or a rank wants to stop.
+
+        Collective: every rank must call this.
+
+        Args:
+            first_step: ``step`` of the first one in the cell.
+            total_steps: how many; None: to the end of the data.
+        """
+        step = first_step
+        while total_steps is None or step < first_step + total_steps:
+            batches = self._take()
+            total, goes_on = self._agree_to_start(batches)
+            if not goes_on:
+                return
+            assert batches is not None
+            self._run_step(step, batches, total)
+            step += 1
+
+    # -- the parts of a step, in order
+
+    def _take(self) -> StepBatches | None:
+        if self._data is None:
+            return StepBatches(
+                batches=[None] * self._accumulate, counts=[1] * self._accumulate, epoch=0
+            )
+        with INTERRUPTS.allowed():
+            return self._data.take()
+
+    def _agree_to_start(self, batches: StepBatches | None) -> tuple[int, bool]:
+        """Return the samples of the global batch, and whether all ranks take the step."""
+        flags = Flag.STOP if self._stopping() else Flag.NONE
+        count = 0
+        if batches is None:
+            flags |= Flag.NO_BATCH
+        else:
+            count = sum(self._counts(batches))
+        agreed, total = self._world.vote.take(flags, count=count)
+        if Flag.STOP in agreed:
+            self.stopped = True
+        return total, agreed == Flag.NONE
+
+    def _run_step(self, step: int, batches: StepBatches, total: int) -> None:
+        counts = self._counts(batches)
+        self._note_sizes(batches, total)
+        share = None
+        for micro_step, (batch, count) in enumerate(zip(batches.batches, counts, strict=True)):
+            values = {"batch": batch, "step": step, "micro_step": micro_step}
+            if self._data is None:
+                del values["batch"]
+            self._namespace.update(values, epoch=batches.epoch)
+            loss = self._forward()
+            part = loss.detach() * (count / total)
+            share = part if share is None else share + part
+            self._backward(loss, count / total)
+        assert share is not None
+        norm = self._measure()
+        self._world.vote.take()  # from here on no rank can fail but in its own optimizer
+        self._update(norm)
+        tokens = [token_count(batch) for batch in batches.batches]
+        self.records.add(
+            loss=share,
+            grad_norm=norm,
+            samples=sum(count or 0 for count in batches.counts) if self._data else 0,
+            tokens=None if None in tokens else sum(t for t in tokens if t is not None),
+        )
+
+    def _forward(self) -> torch.Tensor:
+        """Run the cell, and return the loss that it bound."""
+        for name in _FOUND:
+            self._namespace.pop(name, None)
+        with INTERRUPTS.allowed():
+            self._cell.run(self._namespace)
+        self._after_phase()
+        loss = _checked_loss(self._namespace)
+        self._namespace["loss"] = loss.detach()
+        return loss
+
+    def _backward(self, loss: torch.Tensor, weight: float) -> None:
+        with INTERRUPTS.allowed():
+            (loss * weight).backward()
+        self._after_phase()
+
+    def _measure(self) -> torch.Tensor:
+        with INTERRUPTS.allowed():
+            gradients.reduce_whole(self._trained.whole)
+            return gradients.total_norm(
+                self._trained.parameters, world_size=self._world.world_size
+            )
+
+    def _update(self, norm: torch.Tensor) -> None:
+        """Clip, step and clear; an error in here leaves this rank's weights half updated."""
+        try:
+            if self._max_grad_norm is not None:
+                gradients.clip(self._trained.parameters, norm, self._max_grad_norm)
+            for optimizer in self._trained.optimizers.values():
+                optimizer.step()
+        except Exception as error:
+            error.add_note(
+                "The error came out of the optimizer step itself: some weights of this step may "
+                "be updated and others not. Build the model again, or load a checkpoint."
+            )
+            raise
+        self._after_phase()
+        gradients.clear(self._trained.parameters)
+        if self._data is not None:
+            self._data.commit()
+
+    # -- sizes
+
+    def _counts(self, batches: StepBatches) -> list[int]:
+        """Return samples per micro-batch; each counts one where any has no number of them."""
+        counts = [count for count in batches.counts if count is not None]
+        if len(counts) == len(batches.counts):
+            return counts
+        note = "batches have no common number of samples (dim 0 of their tensors); each counts one"
+        if note not in self.notes:
+            self.notes.append(note)
+        return [1] * len(batches.counts)
+
+    def _note_sizes(self, batches: StepBatches, total: int) -> None:
+        if self._data is not None and self.samples_per_step is None:
+            self.samples_per_step = total
+            self.micro_batch_size = batches.counts[0]
+
+
+@contextmanager
+def cleared_after_failure(trained: Trained) -> Iterator[None]:
+    """Drop every gradient if the inside fails, so that the next step begins without any."""
+    try:
+        yield
+    except BaseException:
+        gradients.clear(trained.parameters)
+        raise
+
+
+def _checked_loss(namespace: dict[str, Any]) -> torch.Tensor:
+    """Return the loss that a cell bound.
+
+    Raises:
+        FsdpError: if it bound none, or something that has no backward.
+    """
+    loss = namespace.get("loss")
+    if loss is None:
+        raise FsdpError("the cell binds no `loss`; end it with a line such as: loss = model(batch)")
+    if not isinstance(loss, torch.Tensor):
+        raise FsdpError(f"`loss` is a {type(loss).__name__}; it must be a tensor of one element")
+    if loss.numel() != 1:
+        raise FsdpError(
+            f"`loss` has shape {tuple(loss.shape)}; it must have one element: loss = loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise FsdpError(
+            "`loss` does not require grad, so there is nothing to train; compute it outside "
+            "torch.no_grad() and without .detach() or .item()"
+        )
+    return loss.reshape(())

@@ -1,0 +1,55 @@
+"""ENGINE: a value as the kernel gets it: sharded tensors whole, on the CPU, detached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.units import bytes_text
+
+
+def whole(value: Any, *, limit_bytes: int | None = None) -> Any:
+    """Return a value with every tensor in it gathered, detached and on the CPU.
+
+    Collective: every rank must call this with a value of the same structure.
+
+    Args:
+        value: anything; lists, tuples and dicts are searched for tensors.
+        limit_bytes: the most that the tensors in it may take together; None: no limit.
+
+    Raises:
+        FsdpError: if they take more; nothing was gathered.
+    """
+    size = _tensor_bytes(value)
+    if limit_bytes is not None and size > limit_bytes:
+        raise FsdpError(
+            f"the value takes {bytes_text(size)}, more than {bytes_text(limit_bytes)}; "
+            "add --yes to bring it into the notebook all the same"
+        )
+    return _gathered(value)
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()  # of a DTensor: the global number
+    if isinstance(value, dict):
+        return sum(_tensor_bytes(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(_tensor_bytes(item) for item in value)
+    return 0
+
+
+def _gathered(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        local = value.full_tensor() if isinstance(value, DTensor) else value
+        return local.detach().cpu()
+    if isinstance(value, dict):
+        return type(value)((key, _gathered(item)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_gathered(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_gathered(item) for item in value)
+    return value

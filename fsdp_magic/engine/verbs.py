@@ -1,0 +1,288 @@
+"""ENGINE: what the kernel can ask of an engine, and what an engine keeps between cells.
+
+``Engine.call(verb, request)`` is the only door. It never raises: whatever happens becomes a
+``Failure`` in the ``Reply``, because an exception that ipyparallel saw would keep its frames,
+and with them the tensors of a failed cell.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.protocol import (
+    LOCAL_ORDER_VARIABLE,
+    HelloReport,
+    HelloRequest,
+    JoinRequest,
+    ModelReport,
+    ModelRequest,
+    PullRequest,
+    PushRequest,
+    RankStatus,
+    RecoverRequest,
+    Reply,
+    RunRequest,
+    ShardsRequest,
+    StatusRequest,
+    TrainRequest,
+)
+from fsdp_magic.engine import cells, modeling, telemetry, training
+from fsdp_magic.engine.data import Position
+from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
+from fsdp_magic.engine.names import Names
+from fsdp_magic.engine.parallel import fsdp, torch_private
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.randomness import TrainingRandomness
+from fsdp_magic.engine.service import Service, Tick
+from fsdp_magic.engine.values import whole
+from fsdp_magic.engine.world import World
+
+class Engine:
+    """An engine between cells.
+
+    Args:
+        shell: its IPython, whose namespace holds the person's variables.
+    """
+
+    def __init__(self, *, shell: Any) -> None:
+        self.shell = shell
+        self.namespace: dict[str, Any] = shell.user_ns
+        self.names = Names(self.namespace)
+        self.models: dict[str, ShardedModel] = {}
+        self.position = Position()
+        self.steps = 0
+        self._world: World | None = None
+        self._service: Service | None = None
+        self._randomness: TrainingRandomness | None = None
+
+    @property
+    def world(self) -> World:
+        """The world; joined before any verb that needs it is sent."""
+        assert self._world is not None
+        return self._world
+
+    @property
+    def randomness(self) -> TrainingRandomness:
+        """The random state of training cells."""
+        assert self._randomness is not None
+        return self._randomness
+
+    def enter(self, world: World) -> None:
+        """Take a place in the world."""
+        self._world = world
+        self._service = Service(world)
+        self._randomness = TrainingRandomness(world.request.seed, world.rank)
+
+    def call(self, verb: str, request: Any) -> Reply:
+        """Do what the kernel asks.
+
+        Args:
+            verb: a key of ``VERBS``.
+            request: the verb's request.
+        """
+        rank = -1 if self._world is None else self._world.rank
+        try:
+            return VERBS[verb](self, request)
+        except BaseException as error:  # the kernel must get an answer whatever happened
+            INTERRUPTS.close()
+            with cells.forgotten(error):
+                return Reply(rank=rank, failure=cells.describe(error))
+        finally:
+            INTERRUPTS.close()
+
+    @contextmanager
+    def cell(self, values: Mapping[str, Any], *, tick: Tick | None = None) -> Iterator[None]:
+        """Run the person's code inside: names bound, peers watched.
+
+        If it raises, the transports are given up, so that no peer goes on waiting. Afterwards
+        gathered parameters are freed, so that the next cell sees the shards.
+        """
+        assert self._service is not None
+        with self.names.bound(values) as hidden, self._service.watching(tick):
+            if hidden:
+                _say_hidden(hidden)
+            try:
+                yield
+                for model in self.models.values():
+                    fsdp.reshard(model)
+            except BaseException as error:
+                INTERRUPTS.close()
+                if self.world.released and isinstance(error, RuntimeError):
+                    # a peer let go first, and the collective that waited for it broke
+                    raise ReleasedByPeerError from None
+                self.world.release()
+                raise
+            finally:
+                _flush()
+
+
+def hello(engine: Engine, request: HelloRequest) -> Reply:
+    """Say who this engine is."""
+    report = HelloReport(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        local_order=int(os.environ.get(LOCAL_ORDER_VARIABLE, "0")),
+        torch_version=str(torch.__version__),
+    )
+    return Reply(rank=-1, report=report)
+
+
+def join(engine: Engine, request: JoinRequest) -> Reply:
+    """Take a rank.
+
+    Collective: every rank must call this.
+    """
+    engine.enter(World(request))
+    telemetry.prepare(request)
+    return Reply(rank=request.rank)
+
+
+def run(engine: Engine, request: RunRequest) -> Reply:
+    """Run a cell as ordinary Python; the report is the text of its result."""
+    with engine.cell(engine.world.names()), INTERRUPTS.allowed():
+        cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
+        value = cell.run(engine.namespace)
+        text = None if value is None else repr(value)
+    return Reply(rank=engine.world.rank, report=text)
+
+
+def model(engine: Engine, request: ModelRequest) -> Reply:
+    """Run a cell, then shard what it built and re-point the optimizers.
+
+    Collective: every rank must call this.
+    """
+    with engine.cell(engine.world.names()):
+        with INTERRUPTS.allowed():
+            cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
+            value = cell.run(engine.namespace)
+            text = None if value is None else repr(value)
+        wanted, notes = modeling.wanted_modules(
+            engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
+        )
+        placements = modeling.shard_all(
+            wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
+        )
+        if wanted:
+            engine.steps, engine.position = 0, Position()
+        shown = placements or modeling.placements_of(
+            request.spec, assigned=cell.assigned, models=engine.models, world=engine.world
+        )
+    report = ModelReport(placements=shown, result=text, notes=notes)
+    return Reply(rank=engine.world.rank, report=report)
+
+
+def train(engine: Engine, request: TrainRequest) -> Reply:
+    """Run a cell as training steps.
+
+    Collective: every rank must call this.
+    """
+    run = training.TrainingRun(request, world=engine.world, namespace=engine.namespace)
+    values = {**engine.world.names(), **run.names()}
+    try:
+        with engine.cell(values, tick=run.tick), engine.randomness.in_place():
+            cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
+            run.prepare(cell, models=engine.models, position=engine.position)
+            run.steps(first_step=engine.steps)
+    except BaseException as error:
+        INTERRUPTS.close()
+        with cells.forgotten(error):
+            failure = cells.describe(error)
+        return Reply(rank=engine.world.rank, report=run.report(), failure=failure)
+    finally:
+        engine.steps += run.finished
+    return Reply(rank=engine.world.rank, report=run.report())
+
+
+def shards(engine: Engine, request: ShardsRequest) -> Reply:
+    """Describe where the parameters of a sharded model live."""
+    name = request.model or next(reversed(engine.models), "")
+    found = engine.models.get(name)
+    if found is None:
+        known = ", ".join(engine.models) or "none; build one in %%fsdp_model"
+        raise FsdpError(f"no sharded model {name!r}; there is {known}".replace("''", "yet"))
+    return Reply(rank=engine.world.rank, report=fsdp.placement(found, engine.world))
+
+
+def push(engine: Engine, request: PushRequest) -> Reply:
+    """Bind variables."""
+    engine.namespace.update(request.variables)
+    return Reply(rank=engine.world.rank)
+
+
+def pull(engine: Engine, request: PullRequest) -> Reply:
+    """Evaluate an expression; the report is its value, whole, on the CPU, pickled.
+
+    Collective: every rank must call this, since a sharded tensor is gathered by all.
+    """
+    with engine.cell(engine.world.names()), INTERRUPTS.allowed():
+        value = whole(eval(request.expression, engine.namespace), limit_bytes=request.limit_bytes)
+        # pickled here: what cannot be pickled fails as the person's own error
+        sent = pickle.dumps(value) if request.wanted else None
+    return Reply(rank=engine.world.rank, report=sent)
+
+
+def status(engine: Engine, request: StatusRequest) -> Reply:
+    """Describe this rank."""
+    world = engine.world
+    report = RankStatus(
+        rank=world.rank,
+        local_rank=world.request.local_rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=str(world.device),
+        device_name=telemetry.device_name(world.device),
+        memory=telemetry.memory(),
+        activity=telemetry.activity(world.device),
+        models=tuple(engine.models),
+        steps=engine.steps,
+        torch_version=str(torch.__version__),
+    )
+    return Reply(rank=world.rank, report=report)
+
+
+def recover(engine: Engine, request: RecoverRequest) -> Reply:
+    """Replace the transports and forget the step that was torn.
+
+    Collective: every rank must call this.
+    """
+    engine.world.reconnect(request.generation)
+    for sharded in engine.models.values():
+        torch_private.forget_iteration(sharded.module)
+    return Reply(rank=engine.world.rank)
+
+
+VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
+    "hello": hello,
+    "join": join,
+    "run": run,
+    "model": model,
+    "train": train,
+    "shards": shards,
+    "push": push,
+    "pull": pull,
+    "status": status,
+    "recover": recover,
+}
+
+
+def _say_hidden(hidden: tuple[str, ...]) -> None:
+    """Tell a person once that names of theirs stand aside while cells run."""
+    names = ", ".join(f"`{name}`" for name in hidden)
+    print(
+        f"fsdp_magic: in a cell {names} is the extension's; your own value is back after it",
+        file=sys.stderr,
+    )
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,100 @@
+"""ENGINE and CONTROLLER: a process that ends its parent once the notebook's kernel is gone.
+
+A thread cannot do this: C code that holds the interpreter lock would keep it from running. So
+the first thing an engine does, small and with one thread, is to fork a watcher. It waits on two
+process descriptors, which cannot be confused by a reused process id: the kernel's and its
+parent's. When the kernel ends, the watcher kills its parent and every process below it; when
+the parent ends, it kills what the parent left in its process group.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE
+
+
+def guard(*, remove: str | None = None) -> None:
+    """Fork the watcher of this process; must be called before any thread is started.
+
+    Args:
+        remove: a directory to delete once the kernel is gone.
+    """
+    kernel_pid = int(os.environ[KERNEL_PID_VARIABLE])
+    guarded_pid = os.getpid()
+    try:
+        kernel = os.pidfd_open(kernel_pid)
+    except ProcessLookupError:
+        os._exit(1)
+    if os.getppid() != kernel_pid:  # it died, and its id may be somebody else's by now
+        os._exit(1)
+    guarded = os.pidfd_open(guarded_pid)
+    if os.fork() != 0:
+        os.close(kernel)
+        os.close(guarded)
+        return
+    try:
+        _watch(kernel=kernel, guarded=guarded, guarded_pid=guarded_pid, remove=remove)
+    finally:
+        os._exit(0)
+
+
+def _watch(*, kernel: int, guarded: int, guarded_pid: int, remove: str | None) -> None:
+    """Wait for either end, then clean up; runs in the forked watcher."""
+    group = os.getpgid(guarded_pid)
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    poll = select.poll()
+    poll.register(kernel, select.POLLIN)
+    poll.register(guarded, select.POLLIN)
+    ended = {descriptor for descriptor, _ in poll.poll()}
+    if kernel in ended:
+        _kill_tree(guarded_pid)
+    if group == guarded_pid:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    if kernel in ended and remove is not None:
+        shutil.rmtree(remove, ignore_errors=True)
+
+
+def _kill_tree(root: int) -> None:
+    """Kill a process and all below it; it is frozen first so that it starts no more."""
+    _kill(root, signal.SIGSTOP)
+    below = [pid for pid in _descendants(root) if pid != os.getpid()]
+    for pid in (root, *below):
+        _kill(pid, signal.SIGKILL)
+
+
+def _kill(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _descendants(root: int) -> Iterator[int]:
+    """Yield every process below one, children before grandchildren."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:
+            continue
+        # the second field is a name in parentheses that may itself hold spaces
+        parent = int(stat.rpartition(")")[2].split()[1])
+        children.setdefault(parent, []).append(int(entry.name))
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), []):
+            yield child
+            waiting.append(child)

@@ -1,0 +1,134 @@
+"""ENGINE: a rank's place in the world: its device, its groups, the page and the vote."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_magic.core.page import Page, page_bytes
+from fsdp_magic.core.protocol import JoinRequest
+from fsdp_magic.engine.groups import BACKEND, Groups
+from fsdp_magic.engine.randomness import seed_all
+from fsdp_magic.engine.vote import Vote
+
+DATA_PARALLEL = "dp"
+_COLLECTIVE_TIMEOUT = timedelta(days=1)
+"""Our own watch ends a wait; torch's timeout would end a person's debugger session."""
+
+
+class World:
+    """A joined world.
+
+    Attributes:
+        request: what the kernel said.
+        device: what this rank computes on.
+        page: the shared page of this host.
+        groups: every process group made here.
+        mesh: one axis, ``dp``, over all ranks.
+        vote: how ranks agree on the host.
+    """
+
+    def __init__(self, request: JoinRequest) -> None:
+        """Collective: every rank must make its own."""
+        self.request = request
+        self.rank = request.rank
+        self.world_size = request.world_size
+        os.environ.update(_torchrun_environment(request))
+        self.device = _device(request)
+        self.page = Page(_mapped_page(request))
+        self.groups = Groups(request.transport)
+        store = dist.FileStore(str(Path(request.directory, "rendezvous")), request.world_size)
+        dist.init_process_group(
+            BACKEND,
+            store=store,
+            rank=request.rank,
+            world_size=request.world_size,
+            timeout=_COLLECTIVE_TIMEOUT,
+        )
+        # without a mesh of its own kind, torch would move a CPU model to a GPU it sees
+        self.mesh: DeviceMesh = init_device_mesh(
+            self.device.type, (request.world_size,), mesh_dim_names=(DATA_PARALLEL,)
+        )
+        self.vote = self._fresh_vote()
+        seed_all(request.seed)
+
+    @property
+    def released(self) -> bool:
+        """Whether the transports of this generation were given up."""
+        return self.page.released_generation >= self.groups.generation
+
+    def release(self) -> None:
+        """Free every rank that waits for another; safe from any thread."""
+        self.page.release(self.groups.generation)
+        self.groups.disconnect()
+
+    def reconnect(self, generation: int) -> None:
+        """Replace every transport.
+
+        Collective: every rank must call this, with the same generation.
+        """
+        self.groups.reconnect(generation)
+        self.page.clear_ballots(self.rank)
+        dist.barrier()  # nobody votes before all have cleared their ballots
+        self.vote = self._fresh_vote()
+
+    def names(self) -> dict[str, Any]:
+        """Return the names that every cell finds."""
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "dp_rank": self.rank,
+            "dp_size": self.world_size,
+            "device": self.device,
+        }
+
+    def _fresh_vote(self) -> Vote:
+        return Vote(
+            self.page,
+            self.rank,
+            world_size=self.world_size,
+            generation=self.groups.generation,
+        )
+
+
+def _torchrun_environment(request: JoinRequest) -> dict[str, str]:
+    """Return what torchrun would have set, so that libraries find their place.
+
+    Nothing listens at MASTER_PORT: the process group is there already.
+    """
+    environment = {
+        "RANK": str(request.rank),
+        "WORLD_SIZE": str(request.world_size),
+        "LOCAL_RANK": str(request.cuda_index if request.device == "cuda" else request.local_rank),
+        "LOCAL_WORLD_SIZE": str(request.local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    if request.device == "cpu":
+        environment["ACCELERATE_USE_CPU"] = "true"
+    return environment
+
+
+def _device(request: JoinRequest) -> torch.device:
+    """Return the rank's device, made current in this thread and capped to its share."""
+    if request.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", request.cuda_index)
+    torch.cuda.set_device(device)
+    if request.gpu_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(request.gpu_fraction, device)
+    return device
+
+
+def _mapped_page(request: JoinRequest) -> memoryview:
+    """Map the page that the kernel made; it stays mapped as long as the engine lives."""
+    with open(Path(request.directory, "page"), "r+b") as file:
+        mapped = mmap.mmap(file.fileno(), page_bytes(request.world_size))
+    return memoryview(mapped).cast("Q")

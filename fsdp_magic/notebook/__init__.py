@@ -1,0 +1,1 @@
+"""Code that runs in the notebook's kernel: IPython and ipyparallel, never torch."""

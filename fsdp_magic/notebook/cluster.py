@@ -1,0 +1,372 @@
+"""KERNEL: the engines as processes: started, reached, watched, signalled and stopped.
+
+An ipyparallel cluster with a profile directory of its own, readable by nobody else. Three things
+differ from ipyparallel's defaults, each measured: engines import torch before they register; the
+hub's heart beats every 200 ms, because a registration completes on a beat; and a missed beat
+means nothing (an engine that stands still for seconds is alive): the operating system says when
+a process has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import queue
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ipyparallel
+import psutil
+from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
+from traitlets.config import Config
+
+from fsdp_magic.core.errors import EngineDiedError, FsdpError
+from fsdp_magic.core.page import Page, page_bytes
+from fsdp_magic.core.protocol import (
+    CALL_NAME,
+    KERNEL_PID_VARIABLE,
+    LOCAL_ORDER_VARIABLE,
+    PROGRESS_KEY,
+    ProgressReport,
+    Reply,
+)
+
+_LOG = logging.getLogger(f"{__name__}.ipyparallel")
+_LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter
+_START_SECONDS = 120.0
+_STOP_SECONDS = 2.0
+_Result = TypeVar("_Result")
+
+CONTROLLER_ARGUMENTS = (
+    "--ip=127.0.0.1",
+    "--location=127.0.0.1",
+    "--nodb",
+    "--HeartMonitor.period=200",
+    "--HeartMonitor.max_heartmonitor_misses=100000",
+    "--IPController.broadcast_scheduler_depth=0",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed:
+    """An engine printed something. ``stream`` is ``stdout`` or ``stderr``."""
+
+    engine_id: int
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progressed:
+    """An engine published the progress of a run."""
+
+    engine_id: int
+    report: ProgressReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """An engine answered, and everything it printed before has arrived."""
+
+    engine_id: int
+    reply: Reply | BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """An engine's process ended. ``exit_code`` is negative for a signal."""
+
+    engine_id: int
+    exit_code: int | None
+
+
+Event = Printed | Progressed | Answered | Died
+
+
+class Cluster:
+    """A controller and its engines.
+
+    Args:
+        n: number of engines.
+        environment: variables for every engine, beside the kernel's own.
+
+    Attributes:
+        directory: a 0700 directory for the connection files, logs, rendezvous and page.
+        page: the page shared with the engines.
+    """
+
+    def __init__(self, n: int, *, environment: Mapping[str, str]) -> None:
+        self.n = n
+        self.directory = tempfile.mkdtemp(prefix="fsdp_magic-")
+        self.page = Page(_new_page(Path(self.directory, "page"), n))
+        self._loop = _LoopThread()
+        self._events: queue.SimpleQueue[Event] | None = None
+        self._dead: dict[int, int | None] = {}
+        self._pids: dict[int, int] = {}
+        self._cluster = _ipyparallel_cluster(self.directory, n)
+        self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
+        self._client: Any = None
+
+    # -- life
+
+    def start(self) -> None:
+        """Start everything and wait until every engine has registered.
+
+        Raises:
+            FsdpError: if an engine ended or did not come in time; nothing is left behind.
+        """
+        try:
+            self._loop.run(self._cluster.start_controller(environment=self._environment))
+            self._loop.run(self._cluster.start_engines(self.n, environment=self._environment))
+            self._client = self._connected()
+            self._wait_for_engines()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End every process and remove every file; safe to call twice."""
+        if self._client is not None:
+            self._client.close(linger=0)
+            self._client = None
+        launchers = [*self._engine_launchers(), self._cluster.controller]
+        processes = [p for p in map(_process_of, launchers) if p is not None]
+        _end([child for p in processes for child in _children(p)] + processes)
+        self._loop.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _connected(self) -> Any:
+        info = self._loop.run(self._cluster.controller.get_connection_info())
+        return ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
+
+    def _wait_for_engines(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while len(self._client.ids) < self.n:
+            ended = [x for x in self._engine_launchers() if x.state == "after"]
+            if ended or len(self._engine_launchers()) < self.n:
+                raise FsdpError(
+                    f"{self.n} engines were asked for and one ended while starting; "
+                    f"the end of its log:\n{self.log_tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise FsdpError(
+                    f"{self.n} engines were asked for, {len(self._client.ids)} came within "
+                    f"{_START_SECONDS:.0f} s; try %fsdp_init -n {max(1, len(self._client.ids))}"
+                )
+            time.sleep(0.01)
+
+    def _engine_launchers(self) -> list[Any]:
+        return [x for s in self._cluster.engines.values() for x in s.launchers.values()]
+
+    def log_tail(self, lines: int = 12) -> str:
+        """Return the last lines of the engines' logs."""
+        texts = [p.read_text(errors="replace") for p in Path(self.directory, "log").glob("*engine*")]
+        return "\n".join("\n".join(text.splitlines()[-lines:]) for text in texts)
+
+    # -- talking
+
+    @property
+    def engine_ids(self) -> list[int]:
+        """The ids of the registered engines."""
+        return sorted(self._client.ids)
+
+    @property
+    def client(self) -> Any:
+        """The ipyparallel client, for a person who wants it."""
+        return self._client
+
+    def send(self, verb: str, requests: Mapping[int, Any]) -> queue.SimpleQueue[Event]:
+        """Ask engines for a verb, all at once.
+
+        Args:
+            verb: what to do.
+            requests: by engine id.
+
+        Returns:
+            Where everything that they then say arrives.
+
+        Raises:
+            EngineDiedError: if one of them is dead already.
+        """
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events = events
+        for engine_id in requests:
+            if engine_id in self._dead:
+                raise self.died(engine_id, rank=None)
+        for engine_id, request in requests.items():
+            self._send(engine_id, verb, request, events)
+        return events
+
+    def _send(
+        self, engine_id: int, verb: str, request: Any, events: queue.SimpleQueue[Event]
+    ) -> None:
+        def hook(future: Any) -> None:
+            future.iopub_callbacks.append(lambda message: _publish(engine_id, message, events))
+
+        identity = self._client._engines[engine_id].encode()
+        future = self._client.send_apply_request(
+            self._client._mux_socket,
+            ipyparallel.Reference(CALL_NAME),
+            args=(verb, request),
+            ident=identity,
+            message_future_hook=hook,
+        )
+        # its output is complete once the engine says on the same channel that it is idle
+        future.add_done_callback(
+            lambda done: done.output.add_done_callback(
+                lambda _: events.put(Answered(engine_id=engine_id, reply=done.result()))
+            )
+        )
+
+    def interrupt(self, engine_ids: list[int]) -> None:
+        """Send SIGINT to engines."""
+        for engine_id in engine_ids:
+            pid = self._pids.get(engine_id)
+            if pid is not None and engine_id not in self._dead:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGINT)
+
+    # -- watching
+
+    def watch(self, pids: Mapping[int, int]) -> None:
+        """Learn the engines' process ids, and from now on say when one ends."""
+        self._pids.update(pids)
+        identifiers = {x.pid: x for x in self._engine_launchers()}
+        for engine_id, pid in pids.items():
+            identifiers[pid].on_stop(
+                lambda data, engine_id=engine_id: self._note_death(engine_id, data)
+            )
+
+    def _note_death(self, engine_id: int, data: Mapping[str, Any]) -> None:
+        code = data.get("exit_code")
+        self._dead[engine_id] = code
+        if self._events is not None:
+            self._events.put(Died(engine_id=engine_id, exit_code=code))
+
+    def died(self, engine_id: int, *, rank: int | None) -> EngineDiedError:
+        """Return the error that tells of an engine's death."""
+        code = self._dead.get(engine_id)
+        number = -code if code is not None and code < 0 else None
+        how = f"exit code {code}" if number is None else signal.Signals(number).name
+        name = f"engine {engine_id}" if rank is None else f"rank {rank}"
+        host = socket.gethostname()
+        return EngineDiedError(
+            f"{name} on {host} ended ({how}); type %fsdp_restart for fresh engines",
+            rank=rank,
+            host=host,
+            signal=number,
+        )
+
+
+class _LoopThread:
+    """An event loop that never stops, for ipyparallel's launchers, which call back on it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="fsdp_magic launchers", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5)
+            self._loop.close()
+
+
+def _ipyparallel_cluster(directory: str, n: int) -> Any:
+    config = Config()
+    config.LocalControllerLauncher.controller_cmd = [
+        sys.executable, "-m", "fsdp_magic.engine.controller",
+    ]  # fmt: skip
+    config.LocalEngineSetLauncher.engine_cmd = [sys.executable, "-m", "fsdp_magic.engine"]
+    config.LocalEngineSetLauncher.engine_args = ["--IPEngine.wait_for_url_file=60"]
+    config.LocalEngineSetLauncher.delay = 0.0
+    return ipyparallel.Cluster(
+        n=n,
+        config=config,
+        load_profile=False,
+        profile_dir=directory,
+        cluster_file="",
+        controller_args=list(CONTROLLER_ARGUMENTS),
+        engine_launcher_class=_EngineSet,
+        delay=0.0,
+        send_engines_connection_env=False,
+        shutdown_atexit=False,
+        log=_LOG,
+    )
+
+
+class _EngineLauncher(LocalEngineLauncher):  # type: ignore[misc]  # ipyparallel is untyped
+    """A local engine that knows its place among the others."""
+
+    def get_env(self) -> dict[str, str]:
+        """Return the variables to set; the identifier is the engine's place."""
+        return {**super().get_env(), LOCAL_ORDER_VARIABLE: self.identifier}
+
+
+class _EngineSet(LocalEngineSetLauncher):  # type: ignore[misc]  # ipyparallel is untyped
+    """Local engines."""
+
+    launcher_class = _EngineLauncher
+
+
+def _new_page(path: Path, world_size: int) -> memoryview:
+    """Make the file of the shared page, for its owner only, and map it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
+    try:
+        os.ftruncate(descriptor, page_bytes(world_size))
+        return memoryview(mmap.mmap(descriptor, page_bytes(world_size))).cast("Q")
+    finally:
+        os.close(descriptor)
+
+
+def _publish(engine_id: int, message: Mapping[str, Any], events: queue.SimpleQueue[Event]) -> None:
+    """Turn a message on an engine's publishing channel into an event."""
+    kind = message["header"]["msg_type"]
+    if kind == "stream":
+        content = message["content"]
+        events.put(Printed(engine_id=engine_id, stream=content["name"], text=content["text"]))
+    elif kind == "data_message" and PROGRESS_KEY in message["content"]["keys"]:
+        data, _ = ipyparallel.serialize.deserialize_object(message["buffers"])
+        events.put(Progressed(engine_id=engine_id, report=data[PROGRESS_KEY]))
+
+
+def _process_of(launcher: Any) -> psutil.Process | None:
+    return launcher.process if launcher is not None and launcher.process is not None else None
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """End processes: asked first, killed after a moment."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, left = psutil.wait_procs(processes, timeout=_STOP_SECONDS)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_STOP_SECONDS)

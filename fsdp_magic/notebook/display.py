@@ -1,0 +1,74 @@
+"""KERNEL: one display per panel: HTML and text in a notebook, text elsewhere.
+
+A ``display_id`` update is shown while the kernel is busy and stays in the saved file, which a
+widget does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+_LOG = logging.getLogger("fsdp_magic")
+_LOG_SECONDS = 10.0
+
+
+class Panel:
+    """One place on the page that can be drawn again."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._logged = float("-inf")
+
+    def draw(self, html: str, text: str, *, final: bool) -> None:
+        """Show a frame, replacing the one before."""
+        shell = _shell()
+        if shell is None:
+            self._log(text, final)
+        elif _draws_html(shell):
+            self._update({"text/html": html, "text/plain": text})
+        elif final:
+            print(text)
+
+    def _update(self, bundle: dict[str, str]) -> None:
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def _log(self, text: str, final: bool) -> None:
+        now = time.monotonic()
+        if final or now - self._logged >= _LOG_SECONDS:
+            self._logged = now
+            _LOG.info("%s", text if final else text.partition("\n")[0])
+
+
+def show(html: str, text: str) -> None:
+    """Show something once."""
+    Panel().draw(html, text, final=True)
+
+
+def write(stream: str, text: str) -> None:
+    """Write what a rank printed to the stream of the same name."""
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    target.write(text)
+    target.flush()
+
+
+def _shell() -> Any:
+    """Return the running IPython, without importing it where there is none."""
+    module = sys.modules.get("IPython")
+    return module.get_ipython() if module is not None else None
+
+
+def _draws_html(shell: Any) -> bool:
+    return hasattr(shell, "kernel")
+
+
+def stamp() -> str:
+    """Return the time of day, for the corner of a panel."""
+    return time.strftime("%H:%M:%S")

@@ -1,0 +1,183 @@
+"""KERNEL: following a request until every rank has answered.
+
+One loop in the main thread takes what the ranks say: it shows their output, hands progress on,
+and ends when all have answered or died. Ctrl-C does not raise in here: it is counted, and the
+loop decides what it means, so no answer is lost halfway.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from ipyparallel.error import RemoteError
+
+from fsdp_magic.core.protocol import ProgressReport, Reply
+from fsdp_magic.notebook.cluster import Answered, Died, Event, Printed, Progressed
+from fsdp_magic.notebook.output import Output
+
+_TICK_SECONDS = 0.05
+_STUCK_SECONDS = 5.0
+"""How long ranks may take to come out after one of them failed."""
+
+
+class Escalation(Protocol):
+    """What to do at an interrupt or a timeout: ask first, force later."""
+
+    def ask(self) -> float:
+        """Ask the ranks to stop, and return after how many seconds to force them."""
+
+    def force(self) -> None:
+        """Make them stop."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """How a request ended.
+
+    Attributes:
+        replies: by rank; a rank that died or is stuck has none.
+        interrupted: whether the person interrupted it.
+        timed_out: whether it took longer than allowed.
+        dead: ranks whose engine ended.
+        stuck: ranks that did not come out in time.
+    """
+
+    replies: dict[int, Reply] = field(default_factory=dict)
+    interrupted: bool = False
+    timed_out: bool = False
+    dead: tuple[int, ...] = ()
+    stuck: tuple[int, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank did not finish as it should."""
+        failures = any(reply.failure is not None for reply in self.replies.values())
+        return bool(self.dead or self.stuck) or failures
+
+
+@dataclass(kw_only=True)
+class Follower:
+    """Follows one request.
+
+    Attributes:
+        ranks: rank by engine id, of the engines that were asked.
+        events: where they answer.
+        output: where their output goes.
+        escalation: what an interrupt does.
+        on_progress: called with every progress report.
+        on_tick: called some twenty times a second, for panels.
+        timeout: seconds the request may take; None: any time.
+    """
+
+    ranks: Mapping[int, int]
+    events: queue.SimpleQueue[Event]
+    output: Output
+    escalation: Escalation
+    on_progress: Callable[[ProgressReport], None] | None = None
+    on_tick: Callable[[], None] | None = None
+    timeout: float | None = None
+
+    def follow(self) -> Outcome:
+        """Wait for every rank, and return how it ended."""
+        outcome = Outcome()
+        waiting = set(self.ranks.values())
+        started = time.monotonic()
+        force_at = give_up_at = float("inf")
+        with Interruptions() as interruptions:
+            handled = 0
+            while waiting:
+                self._take(outcome, waiting)
+                now = time.monotonic()
+                self.output.show(now=now)
+                if self.on_tick is not None:
+                    self.on_tick()
+                if interruptions.count > handled:
+                    handled = interruptions.count
+                    outcome.interrupted = True
+                    force_at = self._escalate(handled, now)
+                if self.timeout is not None and now - started > self.timeout:
+                    outcome.timed_out, self.timeout = True, None
+                    force_at = self._escalate(2, now)
+                if now > force_at:
+                    self.escalation.force()
+                    force_at = now + 1.0
+                    give_up_at = min(give_up_at, now + _STUCK_SECONDS)
+                if outcome.failed:
+                    give_up_at = min(give_up_at, now + _STUCK_SECONDS)
+                if now > give_up_at:
+                    outcome.stuck = tuple(sorted(waiting))
+                    break
+        self.output.finish()
+        return outcome
+
+    def _escalate(self, times: int, now: float) -> float:
+        """Ask at the first interrupt; return when to begin forcing."""
+        return now + self.escalation.ask() if times == 1 else now
+
+    def _take(self, outcome: Outcome, waiting: set[int]) -> None:
+        """Take the events that are there, waiting a moment for the first."""
+        try:
+            event = self.events.get(timeout=_TICK_SECONDS)
+            while True:
+                self._handle(event, outcome, waiting)
+                if not waiting:
+                    return
+                event = self.events.get_nowait()
+        except queue.Empty:
+            return
+
+    def _handle(self, event: Event, outcome: Outcome, waiting: set[int]) -> None:
+        rank = self.ranks.get(event.engine_id)
+        if rank is None:
+            return
+        match event:
+            case Printed():
+                self.output.add(rank, event.stream, event.text, now=time.monotonic())
+            case Progressed():
+                if self.on_progress is not None:
+                    self.on_progress(event.report)
+            case Answered(reply=Reply() as reply):
+                outcome.replies[rank] = reply
+                waiting.discard(rank)
+            case Answered(reply=RemoteError(ename="EngineError")):
+                return  # ipyparallel noticed a death; the operating system tells how, next
+            case Answered(reply=BaseException() as error):
+                raise error
+            case Died():
+                outcome.dead = (*outcome.dead, rank)
+                waiting.discard(rank)
+                self.escalation.force()
+
+
+class Interruptions:
+    """Counts SIGINT instead of raising, inside a ``with`` in the main thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._previous: Any = None
+        self._installed = False
+
+    def __enter__(self) -> Interruptions:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._installed = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1

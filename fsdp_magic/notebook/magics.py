@@ -1,0 +1,155 @@
+"""KERNEL: the magics. Each parses its line, calls the session, and lets it show the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.specs import (
+    EmptySpec,
+    InitSpec,
+    ModelSpec,
+    NamesSpec,
+    PullSpec,
+    RunSpec,
+    ShardsSpec,
+    TrainSpec,
+)
+from fsdp_magic.notebook import session as sessions
+from fsdp_magic.notebook.options import help_text, parse
+from fsdp_magic.notebook.run import Run
+from fsdp_magic.notebook.session import Session
+
+
+@magics_class
+class FsdpMagics(Magics):  # type: ignore[misc]  # IPython is untyped
+    """``%fsdp_init``, ``%%fsdp``, ``%%fsdp_model``, ``%%fsdp_train`` and what goes with them."""
+
+    @line_magic
+    def fsdp_init(self, line: str) -> Session:
+        """Start one engine per GPU, or CPU engines where there is none."""
+        spec = parse(line, InitSpec, magic="%fsdp_init")
+        return sessions.init_from(spec)
+
+    @cell_magic
+    def fsdp(self, line: str, cell: str) -> None:
+        """Run the cell on every rank, as ordinary Python."""
+        spec = parse(line, RunSpec, magic="%%fsdp")
+        self._session().run(cell, ranks=spec.ranks, timeout=spec.timeout, name=self._name("fsdp"))
+
+    @cell_magic
+    def fsdp_model(self, line: str, cell: str) -> None:
+        """Run the cell on every rank, then shard what it built."""
+        session = self._session()
+        spec = parse(line, ModelSpec, magic="%%fsdp_model", strategy=session.spec.strategy)
+        session.model(cell, spec.names, strategy=spec.strategy, name=self._name("fsdp_model"))
+
+    @cell_magic
+    def fsdp_train(self, line: str, cell: str) -> Run | None:
+        """Run the cell as training steps; it binds `loss`."""
+        session = self._session()
+        spec = parse(line, TrainSpec, magic="%%fsdp_train")
+        before = len(session.runs)
+        try:
+            run = session.train_from(spec, cell, name=self._name("fsdp_train"))
+        finally:
+            if spec.output is not None and len(session.runs) > before:
+                self.shell.user_ns[spec.output] = session.runs[-1]
+        return None if spec.output is not None else run
+
+    @line_magic
+    def fsdp_shards(self, line: str) -> None:
+        """Show where every parameter lives."""
+        spec = parse(line, ShardsSpec, magic="%fsdp_shards")
+        self._session().shards(*spec.names)
+
+    @line_magic
+    def fsdp_status(self, line: str) -> None:
+        """Show ranks, devices and memory."""
+        parse(line, EmptySpec, magic="%fsdp_status")
+        self._session().status()
+
+    @line_magic
+    def fsdp_push(self, line: str) -> None:
+        """Send variables of the notebook to every rank."""
+        spec = parse(line, NamesSpec, magic="%fsdp_push")
+        missing = [name for name in spec.names if name not in self.shell.user_ns]
+        if missing or not spec.names:
+            what = f"no variable {missing[0]!r} in the notebook" if missing else "no name given"
+            raise UsageError(f"%fsdp_push: {what}; type %fsdp_push NAME")
+        self._session().push(**{name: self.shell.user_ns[name] for name in spec.names})
+
+    @line_magic
+    def fsdp_pull(self, line: str) -> Any:
+        """Bring values from a rank; names are bound here, one expression is returned."""
+        spec = parse(line, PullSpec, magic="%fsdp_pull")
+        if not spec.names:
+            raise UsageError("%fsdp_pull: no expression given; type %fsdp_pull NAME")
+        session = self._session()
+        values = [session.pull(name, rank=spec.rank, yes=spec.yes) for name in spec.names]
+        for name, value in zip(spec.names, values, strict=True):
+            if name.isidentifier():
+                self.shell.user_ns[name] = value
+        return values[0] if len(values) == 1 else values
+
+    @line_magic
+    def fsdp_restart(self, line: str) -> None:
+        """Replace every engine by a fresh one."""
+        parse(line, EmptySpec, magic="%fsdp_restart")
+        self._session().restart().status()
+
+    @line_magic
+    def fsdp_shutdown(self, line: str) -> None:
+        """End the engines."""
+        parse(line, EmptySpec, magic="%fsdp_shutdown")
+        session = sessions.current()
+        if session is not None:
+            session.shutdown()
+
+    def _session(self) -> Session:
+        session = sessions.current()
+        if session is None:
+            raise UsageError("there are no engines yet; type %fsdp_init to start some")
+        return session
+
+    def _name(self, magic: str) -> str:
+        """Return the file name of a cell in tracebacks: its magic and its number."""
+        return f"<%%{magic} [{self.shell.execution_count}]>"
+
+
+_SPECS: dict[str, type[Any]] = {
+    "fsdp_init": InitSpec,
+    "fsdp": RunSpec,
+    "fsdp_model": ModelSpec,
+    "fsdp_train": TrainSpec,
+    "fsdp_shards": ShardsSpec,
+    "fsdp_push": NamesSpec,
+    "fsdp_pull": PullSpec,
+}
+_EXAMPLES: dict[str, str] = {
+    "fsdp_init": "%fsdp_init -n 2 --memory-limit 2GiB",
+    "fsdp": "%%fsdp --ranks 0\nprint(rank, world_size)",
+    "fsdp_model": "%%fsdp_model --strategy full_shard\n"
+    "model = AutoModelForCausalLM.from_config(config)\n"
+    "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)",
+    "fsdp_train": "%%fsdp_train --data train_data --steps 100 --accumulate 4\n"
+    "loss = model(**batch).loss",
+    "fsdp_shards": "%fsdp_shards model",
+    "fsdp_push": "%fsdp_push vocabulary",
+    "fsdp_pull": "%fsdp_pull model.lm_head.weight --rank 0",
+}
+
+
+def _document() -> None:
+    """Give every magic its options and an example, for ``%magic?``."""
+    for name, spec in _SPECS.items():
+        method = getattr(FsdpMagics, name)
+        example = "\n".join(f"    {row}" for row in _EXAMPLES[name].splitlines())
+        method.__doc__ = (
+            f"{method.__doc__}\n\nOptions:\n{help_text(spec)}\n\nExample:\n{example}\n"
+        )
+
+
+_document()

@@ -1,0 +1,178 @@
+"""KERNEL: a training run as a person holds it: its history and how it ended.
+
+Each rank reports its share of every step's loss; the shares of all ranks add up to the loss of
+the global batch. So a step counts here once every rank has reported it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_magic.core.protocol import (
+    DeviceSample,
+    MemorySample,
+    ProgressReport,
+    RunReport,
+    RunState,
+    StepRecords,
+)
+
+
+class RankProgress:
+    """What one rank has reported of a run.
+
+    Attributes:
+        losses: its share of each step's loss.
+        grad_norms: the global norm of each step.
+        samples, tokens: what it took in each step.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.samples: list[int] = []
+        self.tokens: list[int] | None = []
+        self.seconds = 0.0
+        self.device_name = ""
+        self.memory: MemorySample | None = None
+        self.peak_memory: MemorySample | None = None
+        self.activity = DeviceSample()
+        self.mean_activity = DeviceSample()
+
+    def add(self, records: StepRecords) -> None:
+        """Take records; those that were there already are replaced."""
+        self.losses[records.first :] = records.losses
+        self.grad_norms[records.first :] = records.grad_norms
+        self.samples[records.first :] = records.samples
+        if records.tokens is None:
+            self.tokens = None
+        elif self.tokens is not None:
+            self.tokens[records.first :] = records.tokens
+
+
+class Run:
+    """One training run.
+
+    Attributes:
+        run_id: counts from 1 in a session.
+        world_size: ranks it ran on.
+        state: ``starting``, ``running``, ``done``, ``stopped`` or ``failed``.
+        total_steps: steps it was to take; None if that was not known.
+        first_step: ``step`` of its first step, which counts on over the runs of a model.
+        seconds: since its first step began.
+        metrics: a list per name, one value per step.
+        notes: sentences a person should read.
+    """
+
+    def __init__(self, *, run_id: int, world_size: int, accumulate: int) -> None:
+        self.run_id = run_id
+        self.world_size = world_size
+        self.accumulate = accumulate
+        self.state: RunState = "starting"
+        self.total_steps: int | None = None
+        self.micro_batch_size: int | None = None
+        self.samples_per_step: int | None = None
+        self.metrics: dict[str, list[float]] = {}
+        self.notes: list[str] = []
+        self.message = ""
+        self.first_step = 0
+        self.ranks = [RankProgress() for _ in range(world_size)]
+
+    # -- history
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that every rank has finished."""
+        return min(len(rank.losses) for rank in self.ranks)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of the global batch, one per step."""
+        shares = zip(*(rank.losses for rank in self.ranks), strict=False)
+        return [sum(share) for share in shares]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """The norm of the whole gradient before clipping, one per step."""
+        return self.ranks[0].grad_norms[: self.steps]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first step began, on the slowest rank."""
+        return max(rank.seconds for rank in self.ranks)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of all ranks over the time of the run."""
+        return self._per_second(sum(sum(rank.samples) for rank in self.ranks))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of all ranks over the time of the run; None where batches have none."""
+        tokens = [rank.tokens for rank in self.ranks]
+        if any(not counts for counts in tokens):
+            return None
+        return self._per_second(sum(sum(counts or ()) for counts in tokens))
+
+    @property
+    def peak_bytes(self) -> list[int | None]:
+        """The most that was allocated, by rank."""
+        return [
+            None if rank.peak_memory is None else rank.peak_memory.peak_allocated_bytes
+            for rank in self.ranks
+        ]
+
+    def _per_second(self, count: int) -> float | None:
+        return count / self.seconds if self.seconds > 0 and count else None
+
+    # -- what arrives
+
+    def add(self, report: ProgressReport) -> None:
+        """Take a rank's progress; a report of another run came late and is dropped."""
+        if report.run_id != self.run_id or self.state not in ("starting", "running"):
+            return
+        self.state = "running"
+        self.total_steps = report.total_steps
+        rank = self.ranks[report.rank]
+        rank.add(report.records)
+        rank.seconds, rank.device_name = report.seconds, report.device_name
+        rank.memory, rank.peak_memory = report.memory, report.peak_memory
+        rank.activity = report.activity
+        self._note(report.notes)
+        self._take_sizes(report)
+
+    def finish(self, reports: Sequence[RunReport]) -> None:
+        """Take the ranks' last reports, which hold the whole history."""
+        for report in reports:
+            rank = self.ranks[report.rank]
+            rank.add(report.records)
+            rank.seconds, rank.device_name = report.seconds, report.device_name
+            rank.memory, rank.peak_memory = report.memory, report.peak_memory
+            rank.mean_activity = report.mean_activity
+            self.total_steps = report.total_steps
+            self._take_sizes(report)
+            self._note(report.notes)
+        if len(reports) == self.world_size:
+            self.state = "stopped" if any(report.stopped for report in reports) else "done"
+
+    def fail(self, error: BaseException) -> None:
+        """Note why the run ended early."""
+        if isinstance(error, KeyboardInterrupt):
+            self.state = "stopped"
+            error.args = (f"Training stopped after step {self.steps}.",)
+        else:
+            self.state = "failed"
+        self.message = str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def _take_sizes(self, report: ProgressReport | RunReport) -> None:
+        self.first_step = report.first_step
+        self.micro_batch_size = report.micro_batch_size or self.micro_batch_size
+        self.samples_per_step = report.samples_per_step or self.samples_per_step
+
+    def _note(self, notes: Sequence[str]) -> None:
+        self.notes.extend(note for note in notes if note not in self.notes)
+
+    def __repr__(self) -> str:
+        losses = self.losses
+        loss = f", loss {losses[0]:.4g} → {losses[-1]:.4g}" if losses else ""
+        return f"<Run {self.run_id}: {self.state}, {self.steps} steps{loss}, {self.seconds:.1f} s>"

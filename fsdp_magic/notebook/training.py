@@ -1,0 +1,93 @@
+"""KERNEL: the live panel of a training run: from a ``Run`` to frames, twice a second."""
+
+from __future__ import annotations
+
+import time
+
+from fsdp_magic.core.specs import TrainSpec
+from fsdp_magic.notebook import display
+from fsdp_magic.notebook.run import Run
+from fsdp_magic.panels import training
+from fsdp_magic.panels.training import RankView, TrainingView
+
+_FRAME_SECONDS = 0.5
+_RECENT_SECONDS = 5.0
+
+
+class TrainingPanel:
+    """Draws a run while it goes on, and its last frame.
+
+    Args:
+        run: what to draw.
+        spec: the options it was started with.
+        show: whether to draw at all.
+    """
+
+    def __init__(self, run: Run, spec: TrainSpec, *, show: bool) -> None:
+        self._run = run
+        self._spec = spec
+        self._show = show
+        self._panel = display.Panel()
+        self._drawn_at = float("-inf")
+        self._marks: list[tuple[float, int]] = []
+
+    def tick(self) -> None:
+        """Draw a frame if half a second has passed since the last one."""
+        now = time.monotonic()
+        if self._show and now - self._drawn_at >= _FRAME_SECONDS:
+            self._drawn_at = now
+            self._draw(final=False)
+
+    def finish(self) -> None:
+        """Draw the last frame, which stays in the saved notebook."""
+        if self._show:
+            self._draw(final=True)
+
+    def _draw(self, *, final: bool) -> None:
+        view = self.view()
+        self._panel.draw(training.html(view), training.text(view), final=final)
+
+    def view(self) -> TrainingView:
+        """Return what the panel shows at this moment."""
+        run, seconds = self._run, self._run.seconds
+        losses = run.losses
+        rate = self._steps_per_second(seconds, len(losses))
+        left = None if run.total_steps is None else run.total_steps - len(losses)
+        return TrainingView(
+            state=run.state,
+            steps=len(losses),
+            total_steps=run.total_steps or self._spec.steps,
+            first_step=run.first_step,
+            micro_batch_size=run.micro_batch_size,
+            accumulate=run.accumulate,
+            data_parallel_size=run.world_size,
+            samples_per_step=run.samples_per_step,
+            losses=losses,
+            grad_norm=run.grad_norms[-1] if losses else None,
+            samples_per_second=run.samples_per_second,
+            tokens_per_second=run.tokens_per_second,
+            seconds=seconds,
+            eta_seconds=left / rate if left is not None and rate else None,
+            ranks=tuple(
+                RankView(
+                    rank=number,
+                    device_name=rank.device_name,
+                    memory=rank.memory,
+                    peak_memory=rank.peak_memory,
+                    activity=rank.activity,
+                    mean_activity=rank.mean_activity,
+                )
+                for number, rank in enumerate(run.ranks)
+            ),
+            stamp=display.stamp(),
+            message=run.message,
+            notes=tuple(run.notes),
+        )
+
+    def _steps_per_second(self, seconds: float, steps: int) -> float | None:
+        """Return the rate of the last few seconds, which the first slow steps do not bend."""
+        self._marks.append((seconds, steps))
+        while len(self._marks) > 2 and seconds - self._marks[1][0] > _RECENT_SECONDS:
+            self._marks.pop(0)
+        since, before = self._marks[0]
+        return (steps - before) / (seconds - since) if seconds > since else None
