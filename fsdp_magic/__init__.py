@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp_magic.core import errors
+from fsdp_magic import errors
 
 if TYPE_CHECKING:
     from fsdp_magic.notebook.session import Session

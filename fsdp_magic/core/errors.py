@@ -84,7 +84,7 @@ class EngineDiedError(FsdpError):
         self.signal = signal
 
 
-class CellInterrupted(KeyboardInterrupt):  # noqa: N818  it is an interrupt, not an error
+class CellInterrupted(KeyboardInterrupt):
     """The person interrupted a cell; every rank has stopped.
 
     Attributes:

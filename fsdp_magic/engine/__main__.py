@@ -7,12 +7,15 @@ registered engine answers at once.
 
 from __future__ import annotations
 
+import faulthandler
+
 from fsdp_magic.engine.watcher import guard
 
 
 def main() -> None:
     """Fork the watcher, import torch, become an ipyparallel engine."""
     guard()
+    faulthandler.enable()  # a crash in C code leaves the lines it happened at in the log
     from fsdp_magic.engine.application import EngineApplication
 
     EngineApplication.launch_instance()

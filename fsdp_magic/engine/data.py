@@ -320,8 +320,9 @@ def _indexed_loader(
     loader: DataLoader[Any], *, shuffle: bool, collate: Collate | None
 ) -> _Indexed | None:
     """Return a loader's data with its workers kept; None if the loader makes whole batches."""
-    own_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None or own_batches:
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return None
+    if type(loader.batch_sampler) is not BatchSampler:  # the person's own
         return None
     length = len(loader.sampler)  # type: ignore[arg-type]  # samplers of map-style data have one
 

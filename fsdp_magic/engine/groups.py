@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 BACKEND = "fsdp_magic"
 _LOOPBACK = "lo"
@@ -70,9 +71,9 @@ class SwappableGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, *, timeout: timedelta, cuda_transport: str
+        self, store: Store, rank: int, size: int, *, timeout: timedelta, cuda_transport: str
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows one form
         self._store = store
         self._rank = rank
         self._size = size
@@ -106,10 +107,10 @@ class SwappableGroup(dist.ProcessGroup):
             self._cuda.abort()
 
     def _gloo(self, prefix: str) -> Any:
-        store = dist.PrefixStore(prefix, self._store)
+        store = PrefixStore(prefix, self._store)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [
-            dist.ProcessGroupGloo.create_device(interface=_interface())  # type: ignore[call-arg]
+            dist.ProcessGroupGloo.create_device(interface=_interface())
         ]
         options._timeout = self._timeout
         options._threads = 2
@@ -122,7 +123,7 @@ class SwappableGroup(dist.ProcessGroup):
         if self._cuda is None:  # made at the first use, in the same order on all its ranks
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            store = dist.PrefixStore(f"cuda{self._generation}", self._store)
+            store = PrefixStore(f"cuda{self._generation}", self._store)
             self._cuda = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
         return self._cuda
 
@@ -141,7 +142,7 @@ class SwappableGroup(dist.ProcessGroup):
         return BACKEND
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """The name that functional collectives find the group by."""
         return self._name
 
@@ -258,7 +259,7 @@ class Groups:
             group.connect(generation)
 
     def _create(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta
+        self, store: Store, rank: int, size: int, timeout: timedelta
     ) -> SwappableGroup:
         group = SwappableGroup(
             store, rank, size, timeout=timeout, cuda_transport=self._cuda_transport

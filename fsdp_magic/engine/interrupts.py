@@ -15,7 +15,7 @@ from types import FrameType
 
 
 class ReleasedByPeerError(BaseException):
-    """This rank was stopped because a peer failed.
+    """Raised in a rank that is stopped because a peer failed.
 
     Not an ``Exception``, so that the person's ``except Exception`` does not swallow it.
     """

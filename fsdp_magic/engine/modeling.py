@@ -26,7 +26,6 @@ def wanted_modules(
     spec: ModelSpec,
     *,
     assigned: Iterable[str],
-    models: Models,
 ) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
     """Return the modules to shard by name, and sentences about those left alone.
 
@@ -34,7 +33,6 @@ def wanted_modules(
         namespace: the person's variables.
         spec: names what to shard, or nothing.
         assigned: the names that the cell bound, which count if nothing is named.
-        models: what is sharded already.
 
     Raises:
         FsdpError: if there is no module with parameters.

@@ -75,7 +75,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _numpy() -> Any:

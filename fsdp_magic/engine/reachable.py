@@ -47,7 +47,10 @@ def reachable(
 def outermost(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
     """Return the modules that are not part of another one of them."""
     inner = {
-        id(child) for module in modules.values() for child in module.modules() if child is not module
+        id(child)
+        for module in modules.values()
+        for child in module.modules()
+        if child is not module
     }
     return {name: module for name, module in modules.items() if id(module) not in inner}
 

@@ -32,7 +32,8 @@ class Records:
         Args:
             loss: this rank's share of the global loss; a 0-dim tensor.
             grad_norm: the global norm; a 0-dim tensor.
-            samples, tokens: what this rank took; tokens None where there are none.
+            samples: how many this rank took.
+            tokens: likewise; None where there are none.
         """
         self._losses.append(loss)
         self._norms.append(grad_norm)
@@ -71,7 +72,7 @@ def _numbers(tensors: list[torch.Tensor]) -> list[float]:
     stacked = torch.stack([tensor.to(torch.float64) for tensor in tensors])
     host = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True)
     host.copy_(stacked, non_blocking=True)
-    done = torch.cuda.Event()
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
     done.synchronize()
     return [float(number) for number in host]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -78,7 +78,5 @@ class Service:
                 elif now - released_at > _GRACE_SECONDS:
                     INTERRUPTS.release()
             elif self._tick is not None:
-                try:
+                with suppress(MemoryError):  # at the limit; the next tick finds room again
                     self._tick(now)
-                except MemoryError:  # at the limit; the next tick finds room again
-                    pass

@@ -170,7 +170,7 @@ class StepLoop:
 
     def _backward(self, loss: torch.Tensor, weight: float) -> None:
         with INTERRUPTS.allowed():
-            (loss * weight).backward()
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
         self._after_phase()
 
     def _measure(self) -> torch.Tensor:

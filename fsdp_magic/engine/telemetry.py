@@ -82,7 +82,7 @@ class CudaMeter:
 
     def __init__(self, device: torch.device, fraction: float | None) -> None:
         self._device = device
-        free, total = torch.cuda.mem_get_info(device)
+        _, total = torch.cuda.mem_get_info(device)
         self._capacity = int(total * fraction) if fraction is not None else total
 
     def sample(self) -> MemorySample:
@@ -159,7 +159,7 @@ _METER: list[CpuMeter | CudaMeter] = []
 def prepare(request: JoinRequest) -> None:
     """Start measuring, and set the memory limit of a CPU rank; the last thing of joining."""
     if request.device == "cuda":
-        device = torch.device("cuda", request.cuda_index)
+        device = torch.device("cuda", request.cuda_index or 0)
         _METER[:] = [CudaMeter(device, request.gpu_fraction)]
         return
     share = psutil.virtual_memory().total // request.local_world_size

@@ -232,7 +232,8 @@ class TrainingRun:
 
         Collective: every rank must call this.
         """
-        assert self._loop is not None and self._trained is not None
+        assert self._loop is not None
+        assert self._trained is not None
         self._first_step = first_step
         self._started = time.monotonic()
         gradients.clear(self._trained.parameters)

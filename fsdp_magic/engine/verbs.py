@@ -46,6 +46,7 @@ from fsdp_magic.engine.service import Service, Tick
 from fsdp_magic.engine.values import whole
 from fsdp_magic.engine.world import World
 
+
 class Engine:
     """An engine between cells.
 
@@ -166,7 +167,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
             value = cell.run(engine.namespace)
             text = None if value is None else repr(value)
         wanted, notes = modeling.wanted_modules(
-            engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
+            engine.namespace, request.spec, assigned=cell.assigned
         )
         placements = modeling.shard_all(
             wanted, request.spec, engine.namespace, models=engine.models, world=engine.world

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_magic.core.page import Page, page_bytes
@@ -36,7 +37,10 @@ class World:
     """
 
     def __init__(self, request: JoinRequest) -> None:
-        """Collective: every rank must make its own."""
+        """Join.
+
+        Collective: every rank must make its own.
+        """
         self.request = request
         self.rank = request.rank
         self.world_size = request.world_size
@@ -44,7 +48,7 @@ class World:
         self.device = _device(request)
         self.page = Page(_mapped_page(request))
         self.groups = Groups(request.transport)
-        store = dist.FileStore(str(Path(request.directory, "rendezvous")), request.world_size)
+        store = FileStore(str(Path(request.directory, "rendezvous")), request.world_size)
         dist.init_process_group(
             BACKEND,
             store=store,
@@ -120,7 +124,7 @@ def _device(request: JoinRequest) -> torch.device:
     """Return the rank's device, made current in this thread and capped to its share."""
     if request.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", request.cuda_index)
+    device = torch.device("cuda", request.cuda_index or 0)
     torch.cuda.set_device(device)
     if request.gpu_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(request.gpu_fraction, device)

@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import queue
+import select
 import shutil
 import signal
 import socket
@@ -22,9 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +50,7 @@ _LOG = logging.getLogger(f"{__name__}.ipyparallel")
 _LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter
 _START_SECONDS = 120.0
 _STOP_SECONDS = 2.0
+_CRASH_LINES = 40
 _Result = TypeVar("_Result")
 
 CONTROLLER_ARGUMENTS = (
@@ -115,6 +118,7 @@ class Cluster:
         self._loop = _LoopThread()
         self._events: queue.SimpleQueue[Event] | None = None
         self._dead: dict[int, int | None] = {}
+        self._crashes: dict[int, str] = {}
         self._pids: dict[int, int] = {}
         self._cluster = _ipyparallel_cluster(self.directory, n)
         self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
@@ -145,6 +149,10 @@ class Cluster:
         launchers = [*self._engine_launchers(), self._cluster.controller]
         processes = [p for p in map(_process_of, launchers) if p is not None]
         _end([child for p in processes for child in _children(p)] + processes)
+        for launcher in launchers:
+            if launcher is not None:  # its thread reports to the loop once more
+                with suppress(TimeoutError):
+                    self._loop.run(launcher.join(timeout=1))
         self._loop.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -173,7 +181,8 @@ class Cluster:
 
     def log_tail(self, lines: int = 12) -> str:
         """Return the last lines of the engines' logs."""
-        texts = [p.read_text(errors="replace") for p in Path(self.directory, "log").glob("*engine*")]
+        logs = Path(self.directory, "log").glob("*engine*")
+        texts = [path.read_text(errors="replace") for path in logs]
         return "\n".join("\n".join(text.splitlines()[-lines:]) for text in texts)
 
     # -- talking
@@ -246,13 +255,13 @@ class Cluster:
         self._pids.update(pids)
         identifiers = {x.pid: x for x in self._engine_launchers()}
         for engine_id, pid in pids.items():
-            identifiers[pid].on_stop(
-                lambda data, engine_id=engine_id: self._note_death(engine_id, data)
-            )
+            launcher = identifiers[pid]
+            launcher.on_stop(partial(self._note_death, engine_id, launcher))
 
-    def _note_death(self, engine_id: int, data: Mapping[str, Any]) -> None:
+    def _note_death(self, engine_id: int, launcher: Any, data: Mapping[str, Any]) -> None:
         code = data.get("exit_code")
         self._dead[engine_id] = code
+        self._crashes[engine_id] = _crash_report(launcher.get_output())
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
 
@@ -260,11 +269,12 @@ class Cluster:
         """Return the error that tells of an engine's death."""
         code = self._dead.get(engine_id)
         number = -code if code is not None and code < 0 else None
+        crash = self._crashes.get(engine_id, "")
         how = f"exit code {code}" if number is None else signal.Signals(number).name
         name = f"engine {engine_id}" if rank is None else f"rank {rank}"
         host = socket.gethostname()
         return EngineDiedError(
-            f"{name} on {host} ended ({how}); type %fsdp_restart for fresh engines",
+            f"{name} on {host} ended ({how}); type %fsdp_restart for fresh engines{crash}",
             rank=rank,
             host=host,
             signal=number,
@@ -349,6 +359,12 @@ def _publish(engine_id: int, message: Mapping[str, Any], events: queue.SimpleQue
         events.put(Progressed(engine_id=engine_id, report=data[PROGRESS_KEY]))
 
 
+def _crash_report(log: str) -> str:
+    """Return what the interpreter wrote when it crashed, as lines to add; empty if it did not."""
+    start = log.find("Fatal Python error")
+    return "" if start < 0 else "\n" + "\n".join(log[start:].splitlines()[:_CRASH_LINES])
+
+
 def _process_of(launcher: Any) -> psutil.Process | None:
     return launcher.process if launcher is not None and launcher.process is not None else None
 
@@ -361,12 +377,32 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """End processes: asked first, killed after a moment."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, left = psutil.wait_procs(processes, timeout=_STOP_SECONDS)
-    for process in left:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=_STOP_SECONDS)
+    """End processes: asked first, killed after a moment.
+
+    Waited for by descriptor: a process that is not our child stays in the process table until
+    its parent looks, and that can take a second.
+    """
+    with ExitStack() as opened:
+        left: list[int] = []
+        for process in processes:
+            with suppress(ProcessLookupError):
+                left.append(os.pidfd_open(process.pid))
+                opened.callback(os.close, left[-1])
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for descriptor in left:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, number)
+            left = _alive(left, seconds=_STOP_SECONDS)
+
+
+def _alive(descriptors: list[int], *, seconds: float) -> list[int]:
+    """Return the processes that have not ended after a time, which is cut short if all have."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    left, deadline = set(descriptors), time.monotonic() + seconds
+    while left and (rest := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(rest * 1000):
+            poll.unregister(descriptor)
+            left.discard(descriptor)
+    return list(left)

@@ -24,7 +24,7 @@ from fsdp_magic.notebook.session import Session
 
 
 @magics_class
-class FsdpMagics(Magics):  # type: ignore[misc]  # IPython is untyped
+class FsdpMagics(Magics):
     """``%fsdp_init``, ``%%fsdp``, ``%%fsdp_model``, ``%%fsdp_train`` and what goes with them."""
 
     @line_magic
@@ -56,7 +56,7 @@ class FsdpMagics(Magics):  # type: ignore[misc]  # IPython is untyped
             run = session.train_from(spec, cell, name=self._name("fsdp_train"))
         finally:
             if spec.output is not None and len(session.runs) > before:
-                self.shell.user_ns[spec.output] = session.runs[-1]
+                self._variables[spec.output] = session.runs[-1]
         return None if spec.output is not None else run
 
     @line_magic
@@ -75,11 +75,11 @@ class FsdpMagics(Magics):  # type: ignore[misc]  # IPython is untyped
     def fsdp_push(self, line: str) -> None:
         """Send variables of the notebook to every rank."""
         spec = parse(line, NamesSpec, magic="%fsdp_push")
-        missing = [name for name in spec.names if name not in self.shell.user_ns]
+        missing = [name for name in spec.names if name not in self._variables]
         if missing or not spec.names:
             what = f"no variable {missing[0]!r} in the notebook" if missing else "no name given"
             raise UsageError(f"%fsdp_push: {what}; type %fsdp_push NAME")
-        self._session().push(**{name: self.shell.user_ns[name] for name in spec.names})
+        self._session().push(**{name: self._variables[name] for name in spec.names})
 
     @line_magic
     def fsdp_pull(self, line: str) -> Any:
@@ -91,7 +91,7 @@ class FsdpMagics(Magics):  # type: ignore[misc]  # IPython is untyped
         values = [session.pull(name, rank=spec.rank, yes=spec.yes) for name in spec.names]
         for name, value in zip(spec.names, values, strict=True):
             if name.isidentifier():
-                self.shell.user_ns[name] = value
+                self._variables[name] = value
         return values[0] if len(values) == 1 else values
 
     @line_magic
@@ -108,6 +108,13 @@ class FsdpMagics(Magics):  # type: ignore[misc]  # IPython is untyped
         if session is not None:
             session.shutdown()
 
+    @property
+    def _variables(self) -> dict[str, Any]:
+        """The notebook's own variables."""
+        assert self.shell is not None
+        variables: dict[str, Any] = self.shell.user_ns
+        return variables
+
     def _session(self) -> Session:
         session = sessions.current()
         if session is None:
@@ -116,7 +123,8 @@ class FsdpMagics(Magics):  # type: ignore[misc]  # IPython is untyped
 
     def _name(self, magic: str) -> str:
         """Return the file name of a cell in tracebacks: its magic and its number."""
-        return f"<%%{magic} [{self.shell.execution_count}]>"
+        count = getattr(self.shell, "execution_count", 0)
+        return f"<%%{magic} [{count}]>"
 
 
 _SPECS: dict[str, type[Any]] = {

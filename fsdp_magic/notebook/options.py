@@ -56,7 +56,7 @@ def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
         if not word.startswith("-") or word == "-":
             if positional is None:
                 raise UsageError(
-                    f"{magic} does not take {word!r}; it takes {_known(flags, options)}"
+                    f"{magic} does not take {word!r}; it takes {_known(options)}"
                 )
             values[positional] = (*values.get(positional, ()), word)
             continue
@@ -129,12 +129,12 @@ def _normal(flag: str) -> str:
 def _unknown(magic: str, flag: str, flags: dict[str, str], options: dict[str, Option]) -> str:
     near = difflib.get_close_matches(_normal(flag), flags, n=1)
     hint = f"; did you mean {options[flags[near[0]]].flags[0]}?" if near else ""
-    return f"{magic} has no option {flag}{hint} It takes {_known(flags, options)}" if hint else (
-        f"{magic} has no option {flag}; it takes {_known(flags, options)}"
+    return f"{magic} has no option {flag}{hint} It takes {_known(options)}" if hint else (
+        f"{magic} has no option {flag}; it takes {_known(options)}"
     )
 
 
-def _known(flags: dict[str, str], options: dict[str, Option]) -> str:
+def _known(options: dict[str, Option]) -> str:
     names = [option.flags[0] for option in options.values() if option.flags]
     return ", ".join(names) if names else "no options"
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import os
 import pickle
-import queue
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +18,8 @@ from fsdp_magic.core.errors import (
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import (
     CellOutput,
-    Failure,
     HelloReport,
     HelloRequest,
-    JoinRequest,
     ModelRequest,
     PullRequest,
     PushRequest,
@@ -170,7 +166,7 @@ class Session:
         """
         text = ranks if isinstance(ranks, str) or ranks is None else ",".join(map(str, ranks))
         spec = RunSpec(ranks=text, timeout=timeout)
-        chosen = range(self.world_size)
+        chosen = tuple(range(self.world_size))
         if spec.ranks is not None:
             chosen = parse_ranks(spec.ranks, world_size=self.world_size)
         replies, output = self._ask(
@@ -249,7 +245,7 @@ class Session:
         panel = TrainingPanel(run, spec, show=show)
         request = TrainRequest(code=code, name=name, run_id=run.run_id, spec=spec)
         try:
-            replies, _ = self._ask(
+            self._ask(
                 "train",
                 self._everywhere(request),
                 show=show,

@@ -241,7 +241,7 @@ def _take_from_rank_0(model: ShardedModel, world: World) -> None:
 def _checksum(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return shape, dtype and a checksum over the bytes of a tensor."""
     content = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return tuple(tensor.shape), tensor.dtype, zlib.crc32(content)
+    return tuple(tensor.shape), tensor.dtype, zlib.crc32(content.data)
 
 
 def _set_divide_factor(models: list[ShardedModel], factor: float) -> None:

@@ -1,0 +1,42 @@
+# make demo   environment, quickstart on two CPU engines (or your GPUs), result in build/
+# make test   environment, linters, types, tests
+# make lab    JupyterLab on the quickstart
+# make bench  the benchmarks, one JSON line each; run them on an idle machine
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install demo test lab bench clean
+.DEFAULT_GOAL := demo
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+demo: $(INSTALLED)
+	mkdir -p build
+	$(BIN)/jupyter nbconvert --to notebook --execute notebooks/quickstart.ipynb \
+		--output-dir build --output quickstart.ipynb --ExecutePreprocessor.timeout=600
+	$(BIN)/jupyter nbconvert --to html build/quickstart.ipynb --output-dir build
+	@echo "Look at build/quickstart.html; the executed notebook is build/quickstart.ipynb"
+
+test: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+lab: $(INSTALLED)
+	$(BIN)/jupyter lab notebooks/quickstart.ipynb
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/cell_latency.py
+	$(BIN)/python benchmarks/step_overhead.py
+
+clean:
+	rm -rf build $(VENV)

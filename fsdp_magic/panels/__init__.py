@@ -1,0 +1,1 @@
+"""Records to HTML and text, one file a panel; pure. The only HTML of the project."""

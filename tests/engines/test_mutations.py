@@ -1,0 +1,161 @@
+"""A wrong gradient must not pass: the code is broken on purpose in a living world.
+
+Each mutation is put into the engines' own process, the equality test of ``test_equality`` is
+run there, and must fail. Then it is taken out again and the test must pass.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from equality import Case, Trajectory, assert_equal, on_engines, single_process
+
+CASE = Case()
+
+SAVE = """
+from fsdp_magic.engine import gradients, optimizers, step
+from fsdp_magic.engine import data as data_module
+from fsdp_magic.engine.parallel import fsdp
+_originals = [
+    (step.StepLoop, "_backward"), (step.StepLoop, "_measure"), (step.StepLoop, "_forward"),
+    (step.StepLoop, "_counts"), (fsdp, "_set_divide_factor"), (gradients, "clip"),
+    (gradients, "total_norm"), (gradients, "reduce_whole"), (optimizers, "repoint"),
+    (data_module.Data, "take"), (data_module.Data, "_epoch_indices"),
+]
+_originals = [(owner, name, getattr(owner, name)) for owner, name in _originals]
+_modeling_repoint = None
+"""
+RESTORE = """
+for owner, name, value in _originals:
+    setattr(owner, name, value)
+from fsdp_magic.engine import modeling
+modeling.repoint = optimizers.repoint
+"""
+
+MUTATIONS = {
+    "gradient x world": """
+fsdp._set_divide_factor = lambda models, factor, _o=fsdp._set_divide_factor: _o(models, 1 / world_size_)
+""",
+    "gradient / world": """
+fsdp._set_divide_factor = lambda models, factor, _o=fsdp._set_divide_factor: _o(models, float(world_size_))
+""",
+    "gradient x accumulation": """
+def _backward(self, loss, weight, _o=step.StepLoop._backward):
+    _o(self, loss, weight * self._accumulate)
+step.StepLoop._backward = _backward
+""",
+    "a micro-batch's weight wrong": """
+def _backward(self, loss, weight, _o=step.StepLoop._backward):
+    _o(self, loss, weight * (1.1 if self._namespace["micro_step"] == 1 else 1.0))
+step.StepLoop._backward = _backward
+""",
+    "one rank's weight wrong": """
+def _backward(self, loss, weight, _o=step.StepLoop._backward):
+    _o(self, loss, weight * (1.01 if self._world.rank == 1 else 1.0))
+step.StepLoop._backward = _backward
+""",
+    "a micro-step's gradient lost": """
+def _backward(self, loss, weight, _o=step.StepLoop._backward):
+    _o(self, loss, weight if self._namespace["micro_step"] else 0.0)
+step.StepLoop._backward = _backward
+""",
+    "the last micro-step only": """
+def _forward(self, _o=step.StepLoop._forward):
+    gradients.clear(self._trained.parameters)
+    return _o(self)
+step.StepLoop._forward = _forward
+""",
+    "decay dropped": """
+def repoint(optimizer, replaced, _o=optimizers.repoint):
+    _o(optimizer, replaced)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+modeling.repoint = repoint
+""",
+    "groups merged": """
+def repoint(optimizer, replaced, _o=optimizers.repoint):
+    _o(optimizer, replaced)
+    first, *rest = optimizer.param_groups
+    for group in rest:
+        first["params"] = first["params"] + group["params"]
+    optimizer.param_groups[:] = [first]
+modeling.repoint = repoint
+""",
+    "group's learning rate lost": """
+def repoint(optimizer, replaced, _o=optimizers.repoint):
+    _o(optimizer, replaced)
+    for group in optimizer.param_groups:
+        group["lr"] = optimizer.defaults["lr"]
+modeling.repoint = repoint
+""",
+    "optimizer not re-pointed": """
+modeling.repoint = lambda optimizer, replaced: None
+""",
+    "one rank's data repeated": """
+def _epoch_indices(self, indexed, _o=data_module.Data._epoch_indices):
+    self._rank = 0
+    return _o(self, indexed)
+data_module.Data._epoch_indices = _epoch_indices
+""",
+    "the same micro-batch again": """
+def take(self, _o=data_module.Data.take):
+    taken = _o(self)
+    taken.batches[:] = taken.batches[:1] * len(taken.batches)
+    return taken
+data_module.Data.take = take
+""",
+    "norm of this rank's shard only": """
+import torch.distributed
+def total_norm(parameters, *, world_size, _o=gradients.total_norm):
+    keep, torch.distributed.all_reduce = torch.distributed.all_reduce, lambda tensor: None
+    try:
+        return _o(parameters, world_size=world_size)
+    finally:
+        torch.distributed.all_reduce = keep
+gradients.total_norm = total_norm
+""",
+    "whole parameters counted once a rank": """
+gradients.total_norm = lambda parameters, *, world_size, _o=gradients.total_norm: _o(parameters, world_size=1)
+""",
+    "whole parameters not reduced": """
+gradients.reduce_whole = lambda parameters: None
+""",
+    "clipped though not asked": """
+def _measure(self, _o=step.StepLoop._measure):
+    norm = _o(self)
+    gradients.clip(self._trained.parameters, norm, 0.5)
+    return norm
+step.StepLoop._measure = _measure
+""",
+}
+
+
+@cache
+def reference(case: Case) -> Trajectory:
+    return single_process(case)
+
+
+def case_for(mutation: str) -> Case:
+    """Return the case that shows a mutation: whole parameters are in the plain model only."""
+    if not mutation.startswith("whole"):
+        return CASE
+    from equality import PLAIN, PLAIN_CELL
+
+    return Case(model=PLAIN, cell=PLAIN_CELL)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_equality_catches(session, mutation):
+    case = case_for(mutation)
+    session.run(SAVE + "\nfrom fsdp_magic.engine import modeling\nworld_size_ = world_size", show=False)
+    session.run(MUTATIONS[mutation], show=False)
+    try:
+        with pytest.raises(AssertionError):
+            assert_equal(on_engines(session, case, accumulate=4), reference(case), tolerance=1e-9)
+    finally:
+        session.run(RESTORE, show=False)
+
+
+def test_equality_holds_after_all_mutations(session):
+    assert_equal(on_engines(session, CASE, accumulate=4), reference(CASE), tolerance=1e-9)

@@ -1,0 +1,156 @@
+"""From a magic's line to a spec."""
+
+import pytest
+
+from fsdp_magic.core.specs import EmptySpec, InitSpec, ModelSpec, PullSpec, RunSpec, TrainSpec
+from fsdp_magic.errors import UsageError
+from fsdp_magic.notebook.options import help_text, parse
+
+
+def train(line: str) -> TrainSpec:
+    return parse(line, TrainSpec, magic="%%fsdp_train")
+
+
+def refused(line: str, spec: type = TrainSpec, magic: str = "%%fsdp_train") -> str:
+    """Return the one line that refuses a magic's line."""
+    with pytest.raises(UsageError) as caught:
+        parse(line, spec, magic=magic)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_whole_line_becomes_a_spec() -> None:
+    line = "--data train_data --steps 1000 --micro-batch-size 8 --accumulate 4 --max-grad-norm 1.0"
+    assert train(line) == TrainSpec(
+        data="train_data", steps=1000, micro_batch_size=8, accumulate=4, max_grad_norm=1.0
+    )
+
+
+def test_an_empty_line_gives_the_defaults() -> None:
+    assert train("") == TrainSpec()
+    assert train("   # nothing") == TrainSpec()
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [("--step", "--steps"), ("--acumulate", "--accumulate"), ("--micro-batch", "--micro-batch-size")],
+)
+def test_an_unknown_option_names_the_nearest_one(typed: str, nearest: str) -> None:
+    message = refused(f"--data d {typed} 4")
+    assert typed in message
+    assert f"did you mean {nearest}?" in message
+
+
+def test_an_unknown_option_like_no_other_lists_what_there_is() -> None:
+    message = refused("--qqqqq 4")
+    assert "did you mean" not in message
+    assert "--accumulate" in message
+
+
+def test_a_near_habit_is_answered_with_our_name() -> None:
+    assert "did you mean --max-grad-norm?" in refused("--clipp 1")
+
+
+@pytest.mark.parametrize("typed", ["--accum", "--micro", "--max-grad", "--da", "--s"])
+def test_there_are_no_abbreviations(typed: str) -> None:
+    assert f"has no option {typed}" in refused(f"{typed} 4")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--data d --micro_batch_size 4",
+        "--data d --Micro-Batch-Size 4",
+        "--data d --batch-size 4",
+        "--data d --per_device_train_batch_size 4",
+        "--data d --micro-batch-size=4",
+        "--micro-batch-size=4 --dataset=d",
+    ],
+)
+def test_habitual_names_underscores_and_equals_signs_mean_the_same(line: str) -> None:
+    assert train(line) == TrainSpec(data="d", micro_batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "spec"),
+    [
+        ("--gradient-accumulation-steps 4", TrainSpec(accumulate=4)),
+        ("--clip 0.5", TrainSpec(max_grad_norm=0.5)),
+        ("--max-steps 9", TrainSpec(steps=9)),
+        ("--data d --num-train-epochs 2", TrainSpec(data="d", epochs=2)),
+        ("-o run", TrainSpec(output="run")),
+        ("--data d --no-shuffle", TrainSpec(data="d", no_shuffle=True)),
+    ],
+)
+def test_other_tools_names_are_accepted(line: str, spec: TrainSpec) -> None:
+    assert train(line) == spec
+
+
+@pytest.mark.parametrize("line", ["--steps", "--steps --accumulate 2", "--accumulate 2 --steps # 4"])
+def test_a_missing_value_is_asked_for(line: str) -> None:
+    assert "--steps needs a value: --steps N" in refused(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--steps many", "--steps 'many' is not a whole number"),
+        ("--steps 1.5", "--steps '1.5' is not a whole number"),
+        ("--steps=", "--steps '' is not a whole number"),
+        ("--clip big", "--clip 'big' is not a number"),
+        ("--steps -1", "--steps -1 cannot work"),
+        ("--data d --no-shuffle=yes", "--no-shuffle takes no value"),
+        ("--steps 1 --max-steps 2", "--max-steps is given twice"),
+        ("model --steps 1", "does not take 'model'"),
+        ('--data "train', "No closing quotation"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line(line: str, message: str) -> None:
+    assert message in refused(line)
+
+
+def test_a_magic_without_options_says_so() -> None:
+    assert "it takes no options" in refused("--all", EmptySpec, "%fsdp_status")
+
+
+@pytest.mark.parametrize("name", ['nets["G"]', "nets['G']", "trainer.model", "nets[0]", "f(x)"])
+def test_a_name_is_an_expression_and_keeps_its_quotes(name: str) -> None:
+    assert train(f"--data {name} --steps 1").data == name
+    assert train(f"--data={name}").data == name
+    assert parse(f"{name} other", ModelSpec, magic="%%fsdp_model").names == (name, "other")
+
+
+def test_quotes_around_a_whole_word_are_the_shells() -> None:
+    assert parse("--ranks '0,1'", RunSpec, magic="%%fsdp").ranks == "0,1"
+    assert parse('--memory-limit "2 GiB"', InitSpec, magic="%fsdp_init").memory_limit == "2 GiB"
+
+
+@pytest.mark.parametrize(
+    "line", ["--steps 3 # --accumulate 2", "--steps 3 #", "--steps 3  #it's unfinished"]
+)
+def test_a_comment_ends_the_line(line: str) -> None:
+    assert train(line) == TrainSpec(steps=3)
+
+
+def test_a_hash_inside_a_word_or_quotes_is_no_comment() -> None:
+    assert train("--data data#1").data == "data#1"
+    assert parse("'#x' y", PullSpec, magic="%fsdp_pull").names == ("#x", "y")
+
+
+def test_defaults_stand_only_where_nothing_is_typed() -> None:
+    def model(line: str) -> ModelSpec:
+        return parse(line, ModelSpec, magic="%%fsdp_model", strategy="shard_grad_op")
+
+    assert model("").strategy == "shard_grad_op"
+    assert model("--strategy full_shard").strategy == "full_shard"
+
+
+def test_values_match_choices_in_any_case() -> None:
+    assert parse("--strategy FULL_SHARD", ModelSpec, magic="m").strategy == "full_shard"
+
+
+def test_help_shows_every_option_and_its_choices() -> None:
+    text = help_text(InitSpec)
+    for flag in ("-n N", "--device DEVICE", "--memory-limit SIZE", "--restart"):
+        assert flag in text
+    assert "auto, cuda, cpu" in text

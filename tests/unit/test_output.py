@@ -1,0 +1,141 @@
+"""What ranks print as one text: labelled, equal lines merged, on time, in order."""
+
+import random
+
+import pytest
+
+from fsdp_magic.notebook.output import PARTIAL_SECONDS, TWIN_SECONDS, Output
+
+LATER = 1000.0
+
+
+class Screen:
+    """Takes what is written."""
+
+    def __init__(self, ranks: int) -> None:
+        self.lines: list[str] = []
+        self.streams: list[str] = []
+        self.output = Output(range(ranks), write=self._write)
+
+    def _write(self, stream: str, text: str) -> None:
+        self.streams.append(stream)
+        self.lines.append(text)
+
+
+def test_equal_lines_of_all_ranks_are_written_once_and_at_once() -> None:
+    screen = Screen(4)
+    for rank in range(4):
+        screen.output.add(rank, "stdout", "hello\n", now=0.0)
+    screen.output.show(now=0.0)
+    assert screen.lines == ["[ranks 0-3] hello\n"]
+
+
+def test_a_line_waits_for_its_twins_no_longer_than_they_may_take() -> None:
+    screen = Screen(2)
+    screen.output.add(0, "stdout", "one\n", now=0.0)
+    screen.output.show(now=TWIN_SECONDS - 0.01)
+    assert screen.lines == []
+    screen.output.show(now=TWIN_SECONDS)
+    assert screen.lines == ["[rank 0] one\n"]
+
+
+def test_a_twin_that_comes_in_time_is_merged() -> None:
+    screen = Screen(2)
+    screen.output.add(0, "stdout", "one\n", now=0.0)
+    screen.output.add(1, "stdout", "one\n", now=TWIN_SECONDS - 0.01)
+    screen.output.show(now=TWIN_SECONDS - 0.01)
+    assert screen.lines == ["[ranks 0-1] one\n"]
+
+
+def test_some_twins_are_merged_when_the_time_is_up() -> None:
+    screen = Screen(3)
+    for rank in (0, 2):
+        screen.output.add(rank, "stdout", "x\n", now=0.0)
+    screen.output.show(now=TWIN_SECONDS)
+    assert screen.lines == ["[ranks 0,2] x\n"]
+
+
+def test_a_partial_line_is_flushed_after_half_a_second() -> None:
+    screen = Screen(1)
+    screen.output.add(0, "stdout", "50 %", now=0.0)
+    screen.output.show(now=PARTIAL_SECONDS - 0.01)
+    assert screen.lines == []
+    screen.output.show(now=PARTIAL_SECONDS)
+    assert screen.lines == ["[rank 0] 50 %\n"]
+
+
+def test_parts_of_a_line_are_joined() -> None:
+    screen = Screen(1)
+    screen.output.add(0, "stdout", "a", now=0.0)
+    screen.output.add(0, "stdout", "b\nc", now=0.1)
+    screen.output.finish()
+    assert screen.lines == ["[rank 0] ab\n", "[rank 0] c\n"]
+
+
+def test_the_two_streams_are_no_twins_and_are_kept_apart() -> None:
+    screen = Screen(2)
+    screen.output.add(0, "stdout", "x\n", now=0.0)
+    screen.output.add(1, "stderr", "x\n", now=0.0)
+    screen.output.show(now=TWIN_SECONDS)
+    assert sorted(zip(screen.streams, screen.lines)) == [
+        ("stderr", "[rank 1] x\n"),
+        ("stdout", "[rank 0] x\n"),
+    ]
+
+
+def test_a_partial_line_ends_where_the_other_stream_begins() -> None:
+    screen = Screen(1)
+    screen.output.add(0, "stdout", "before", now=0.0)
+    screen.output.add(0, "stderr", "warning\n", now=0.0)
+    screen.output.finish()
+    assert screen.lines == ["[rank 0] before\n", "[rank 0] warning\n"]
+    assert screen.streams == ["stdout", "stderr"]
+
+
+def test_a_late_twin_does_not_overtake_its_own_rank() -> None:
+    screen = Screen(2)
+    screen.output.add(0, "stdout", "a\nb\n", now=0.0)
+    screen.output.add(1, "stdout", "b\na\n", now=0.0)
+    screen.output.finish()
+    own = {rank: [x for x in screen.lines if f"{rank}]" in x or "0-1" in x] for rank in (0, 1)}
+    assert [x[-2] for x in own[0]] == ["a", "b"]
+    assert [x[-2] for x in own[1]] == ["b", "a"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_ranks_lines_keep_their_order_and_none_is_lost(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = chance.randint(1, 4)
+    screen, printed = Screen(ranks), {rank: [] for rank in range(ranks)}
+    now = 0.0
+    for _ in range(200):
+        now += chance.random() * 0.1
+        rank, line = chance.randrange(ranks), chance.choice("abc")
+        printed[rank].append(line)
+        screen.output.add(rank, "stdout", f"{line}\n", now=now)
+        screen.output.show(now=now)
+    screen.output.finish()
+    shown = {rank: [] for rank in range(ranks)}
+    for text in screen.lines:
+        label, _, line = text.rstrip("\n").partition("] ")
+        for rank in _ranks(label):
+            shown[rank].append(line)
+    assert shown == printed
+
+
+def _ranks(label: str) -> list[int]:
+    """Read a label back: ``[ranks 0-2`` and the like."""
+    found: list[int] = []
+    for part in label.split(" ")[1].split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def test_everything_printed_is_also_kept_by_rank_and_stream() -> None:
+    screen = Screen(2)
+    screen.output.add(1, "stdout", "a\nb", now=0.0)
+    screen.output.add(1, "stderr", "c", now=0.0)
+    assert screen.output.collected(1, "stdout") == "a\nb"
+    assert screen.output.collected(1, "stderr") == "c"
+    assert screen.output.collected(0, "stdout") == ""

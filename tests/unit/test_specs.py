@@ -1,0 +1,131 @@
+"""Every spec checks its values once, when it is made."""
+
+from typing import Any
+
+import pytest
+
+from fsdp_magic.core.specs import (
+    EmptySpec,
+    InitSpec,
+    ModelSpec,
+    NamesSpec,
+    PullSpec,
+    RunSpec,
+    ShardsSpec,
+    TrainSpec,
+    options_of,
+    parse_ranks,
+)
+from fsdp_magic.core.units import GIB
+from fsdp_magic.errors import UsageError
+
+SPECS = (InitSpec, ModelSpec, NamesSpec, PullSpec, RunSpec, ShardsSpec, TrainSpec, EmptySpec)
+
+REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
+    (InitSpec, {"n": 0}, "-n 0"),
+    (InitSpec, {"n": 1.5}, "-n 1.5"),
+    (InitSpec, {"n": True}, "-n True"),
+    (InitSpec, {"device": "tpu"}, "--device 'tpu'"),
+    (InitSpec, {"seed": -1}, "--seed -1"),
+    (InitSpec, {"strategy": "zero9"}, "--strategy 'zero9'"),
+    (InitSpec, {"memory_limit": "much"}, "--memory-limit 'much'"),
+    (InitSpec, {"memory_limit": "2GiB", "device": "cuda"}, "--memory-limit is for CPU"),
+    (ModelSpec, {"strategy": "all"}, "--strategy 'all'"),
+    (RunSpec, {"timeout": 0}, "--timeout 0"),
+    (RunSpec, {"timeout": -1.0}, "--timeout -1.0"),
+    (RunSpec, {"timeout": float("nan")}, "--timeout nan"),
+    (RunSpec, {"timeout": True}, "--timeout True"),
+    (TrainSpec, {"steps": 0}, "--steps 0"),
+    (TrainSpec, {"data": "d", "epochs": 0}, "--epochs 0"),
+    (TrainSpec, {"data": "d", "micro_batch_size": 0}, "--micro-batch-size 0"),
+    (TrainSpec, {"accumulate": 0}, "--accumulate 0"),
+    (TrainSpec, {"accumulate": "4"}, "--accumulate '4'"),
+    (TrainSpec, {"max_grad_norm": 0}, "--max-grad-norm 0"),
+    (TrainSpec, {"max_grad_norm": float("nan")}, "--max-grad-norm nan"),
+    (TrainSpec, {"data": "d", "steps": 1, "epochs": 1}, "--steps 1 and --epochs 1"),
+    (TrainSpec, {"epochs": 1}, "--epochs needs data"),
+    (TrainSpec, {"collate": "f"}, "--collate needs data"),
+    (TrainSpec, {"no_shuffle": True}, "--no-shuffle needs data"),
+    (TrainSpec, {"micro_batch_size": 4}, "--micro-batch-size needs data"),
+    (TrainSpec, {"output": "a b"}, "-o 'a b'"),
+    (PullSpec, {"rank": "one"}, "--rank 'one'"),
+    (PullSpec, {"rank": "-1"}, "--rank '-1'"),
+    (ShardsSpec, {"names": ("a", "b")}, "one model at a time"),
+]
+
+
+@pytest.mark.parametrize(("spec", "values", "message"), REFUSED)
+def test_a_value_that_cannot_work_is_refused_by_name(
+    spec: type[Any], values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec(**values)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_defaults_are_allowed(spec: type[Any]) -> None:
+    assert spec() == spec()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_spec_cannot_be_changed(spec: type[Any]) -> None:
+    with pytest.raises((AttributeError, TypeError)):
+        spec().names = ()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_option_has_help_and_no_flag_means_two_things(spec: type[Any]) -> None:
+    options = options_of(spec)
+    assert all(option.help for option in options.values())
+    flags = [flag for option in options.values() for flag in (*option.flags, *option.habits)]
+    assert len(flags) == len(set(flags))
+    assert all(flag.startswith("-") for flag in flags)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_first_flag_of_a_field_is_its_own_name(spec: type[Any]) -> None:
+    short = {"n": "-n", "output": "-o"}
+    for name, option in options_of(spec).items():
+        if not option.many:
+            assert option.flags[0] == short.get(name, "--" + name.replace("_", "-"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("FULL_SHARD", "full_shard"),
+        ("fsdp", "full_shard"),
+        ("zero3", "full_shard"),
+        ("ZeRO2", "shard_grad_op"),
+        ("SHARD_GRAD_OP", "shard_grad_op"),
+    ],
+)
+def test_strategies_have_the_names_of_other_tools(typed: str, meant: str) -> None:
+    assert ModelSpec(strategy=typed).strategy == meant  # type: ignore[arg-type]
+    assert InitSpec(strategy=typed).defaults.strategy == meant  # type: ignore[arg-type]
+
+
+def test_a_single_name_is_one_name() -> None:
+    assert ModelSpec(names="model").names == ("model",)  # type: ignore[arg-type]
+    assert ModelSpec(names=["a", "b"]).names == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_the_memory_limit_is_in_bytes() -> None:
+    assert InitSpec(memory_limit="2GiB").memory_limit_bytes == 2 * GIB
+    assert InitSpec().memory_limit_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("0", (0,)), ("0,2-3", (0, 2, 3)), ("3,1", (1, 3)), ("1-1", (1,)), ("0-1,1-2", (0, 1, 2))],
+)
+def test_ranks_are_lists_and_ranges(text: str, ranks: tuple[int, ...]) -> None:
+    assert parse_ranks(text, world_size=4) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "4", "2-9", "1,,2", "2-1"])
+def test_ranks_outside_the_world_or_none_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--ranks"):
+        parse_ranks(text, world_size=4)
