@@ -21,7 +21,8 @@ import pytest
 
 MARKER = "FSDP_MAGIC_TEST_RUN"
 _GRACE_SECONDS = 2.0
-_OF_PYTEST = ("PYTEST_CURRENT_TEST",)
+_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that pytest, and torch at its import, set in the tests' own process."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,7 +77,7 @@ def _nothing_left(test_run: str, kept_sessions: list[Any]) -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OF_PYTEST}
+    return {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
 
 
 def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:

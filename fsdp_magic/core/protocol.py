@@ -103,9 +103,9 @@ class TrainRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushRequest:
-    """Bind variables."""
+    """Bind variables. ``variables``: each pickled, by name."""
 
-    variables: dict[str, Any]
+    variables: dict[str, bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ import torch.distributed.tensor  # noqa: F401
 from ipyparallel.engine.app import IPEngine
 
 from fsdp_magic.core.protocol import CALL_NAME
+from fsdp_magic.engine import terminal
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.verbs import Engine
 
@@ -36,6 +37,7 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         INTERRUPTS.install()
         signal.signal(signal.SIGTERM, _leave)
         _keep_handler(self.kernel)
+        terminal.replace(self.kernel.shell)
         engine = Engine(shell=self.kernel.shell)
         setattr(builtins, CALL_NAME, engine.call)
         os.register_at_fork(after_in_child=_die_with_parent)

@@ -8,6 +8,7 @@ files that belong neither to this package nor to an installed library.
 from __future__ import annotations
 
 import ast
+import asyncio
 import linecache
 import sys
 import sysconfig
@@ -106,8 +107,8 @@ def describe(error: BaseException) -> Failure:
         return Failure(kind="released", exception_type="", message="a peer failed")
     if isinstance(error, KeyboardInterrupt):
         return Failure(kind="interrupted", exception_type="KeyboardInterrupt", message="")
-    frames = _persons_frames(error.__traceback__)
-    message = str(error)
+    frames = _persons_traceback(error)
+    message = _message(error)
     if isinstance(error, SyntaxError):
         lines = traceback.format_exception_only(error)
         frames, message = "".join(lines[:-1]), str(error.msg)
@@ -131,6 +132,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def outside_event_loop() -> Iterator[None]:
+    """Hide the engine's own event loop inside, so that a cell may call ``asyncio.run``."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+        asyncio.set_event_loop(loop)  # asyncio.run leaves none behind
 
 
 @contextmanager
@@ -205,6 +218,33 @@ def _ends_quietly(code: str) -> bool:
     lines = [line.partition(" #")[0].rstrip() for line in code.rstrip().splitlines()]
     spoken = [line for line in lines if line and not line.lstrip().startswith("#")]
     return bool(spoken) and spoken[-1].endswith(";")
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # the person's own __str__ raised
+        return f"(its text cannot be shown: {type(broken).__name__})"
+
+
+def _persons_traceback(error: BaseException) -> str:
+    """Return the person's frames of an exception, after those of what led to it."""
+    text = _persons_frames(error.__traceback__)
+    cause, context = error.__cause__, error.__context__
+    if cause is not None:
+        between = "The above exception was the direct cause of the following exception:"
+        return f"{_persons_traceback(cause)}{_last_line(cause)}\n\n{between}\n\n{text}"
+    if context is None or error.__suppress_context__:
+        return text
+    earlier = _persons_traceback(context)
+    if not earlier:  # a library's own business
+        return text
+    between = "During handling of the above exception, another exception occurred:"
+    return f"{earlier}{_last_line(context)}\n\n{between}\n\n{text}"
+
+
+def _last_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_message(error)}"
 
 
 def _persons_frames(trace: TracebackType | None) -> str:

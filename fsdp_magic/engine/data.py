@@ -77,11 +77,13 @@ class Data:
         seed: of the order.
         shuffle: whether map-style data is shuffled.
         collate: samples -> batch; None: the loader's own, or torch's default.
+        goes_round: whether ready batches begin anew at their end.
         device: where batches go.
         position: where to begin; advanced by ``commit``.
 
     Attributes:
         steps_per_epoch: None if it is not known.
+        micro_batch_size: None if batches come ready-made.
         notes: sentences a person should read.
     """
 
@@ -94,11 +96,12 @@ class Data:
         seed: int,
         shuffle: bool,
         collate: Collate | None,
+        goes_round: bool,
         device: torch.device,
         position: Position,
     ) -> None:
+        self._goes_round = goes_round
         self.batch = batch
-        self.micro_batch_size = micro_batch_size_of(source, batch.micro_batch_size)
         self._rank = rank
         self._seed = seed
         self._device = device
@@ -108,6 +111,7 @@ class Data:
         self._indexed = _indexed(source, shuffle=shuffle, collate=collate)
         if self._indexed is None:
             self._refuse_for_ready_batches(shuffle=shuffle, collate=collate)
+        self.micro_batch_size = None if self._indexed is None else batch.micro_batch_size
         self.steps_per_epoch = self._count_steps()
         if position.key != id(source):
             position.epoch, position.samples, position.iterator = 0, 0, None
@@ -168,7 +172,8 @@ class Data:
         if position.iterator is None:
             position.iterator = self._ready_iterator()
         taken = _first(position.iterator, self.batch.accumulate)
-        if taken is None and iter(self._source) is not self._source and position.samples:
+        begins_anew = iter(self._source) is not self._source and position.samples > 0
+        if taken is None and self._goes_round and begins_anew:
             position.epoch, position.samples = position.epoch + 1, 0
             position.iterator = self._ready_iterator()
             taken = _first(position.iterator, self.batch.accumulate)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 BACKEND = "fsdp_magic"
 _LOOPBACK = "lo"
+_MEETING_SECONDS = 0.002
 
 _FORWARDED = {
     # name on the wrapper -> name on an inner group that lacks it (torch 2.13 renamed some)
@@ -95,8 +97,17 @@ class SwappableGroup(dist.ProcessGroup):
         """
         self._generation = generation
         self._cuda = None
+        self._meet()
         with _recorded_sockets() as self._sockets:
             self._cpu = self._gloo(f"cpu{generation}")
+
+    def _meet(self) -> None:
+        """Wait for all ranks in Python, which a release can end; gloo's own wait it cannot."""
+        here = dist.PrefixStore(f"here{self._generation}", self._store)  # type: ignore[attr-defined]
+        here.set(str(self._rank), "")
+        everybody = [str(rank) for rank in range(self._size)]
+        while not here.check(everybody):
+            time.sleep(_MEETING_SECONDS)
 
     def disconnect(self) -> None:
         """Make every collective that waits in this group, here or on a peer, fail at once."""
@@ -267,6 +278,17 @@ class Groups:
         group.connect(self.generation)
         self._all.append(group)
         return group
+
+
+def is_broken_transport(error: BaseException) -> bool:
+    """Return whether an exception is that of a collective whose transport broke.
+
+    Source: gloo raises a bare ``RuntimeError`` that names its source file
+    (gloo/transport/tcp/pair.cc), NCCL torch's ``DistError``.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
 
 
 def _devices(value: Any) -> Iterator[str]:

@@ -21,8 +21,14 @@ class Names:
     """
 
     def __init__(self, namespace: dict[str, Any]) -> None:
-        self._namespace = namespace
+        self.namespace = namespace
         self._told: set[str] = set()
+        self._ours: dict[str, Any] = {}
+
+    def bind(self, values: Mapping[str, Any]) -> None:
+        """Give names that are bound around the running cell new values."""
+        self._ours.update(values)
+        self.namespace.update(values)
 
     @contextmanager
     def bound(self, values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -33,17 +39,18 @@ class Names:
         Yields:
             The person's names that are hidden for the first time.
         """
-        own = {name: self._namespace.get(name, _MISSING) for name in values}
+        own = {name: self.namespace.get(name, _MISSING) for name in values}
         hidden = [n for n, value in own.items() if value is not _MISSING and n not in self._told]
         self._told.update(hidden)
-        self._namespace.update(values)
+        self._ours = {}
+        self.bind(values)
         try:
             yield tuple(hidden)
         finally:
-            for name, value in values.items():
-                if self._namespace.get(name, _MISSING) is not value:
+            for name, value in self._ours.items():
+                if self.namespace.get(name, _MISSING) is not value:
                     continue
                 if own[name] is _MISSING:
-                    del self._namespace[name]
+                    del self.namespace[name]
                 else:
-                    self._namespace[name] = own[name]
+                    self.namespace[name] = own[name]

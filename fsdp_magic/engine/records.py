@@ -1,33 +1,45 @@
 """ENGINE: the numbers of each step of a run, read late.
 
-A step's loss and gradient norm stay tensors on the device until they are reported; reading them
-in the step would make the host wait for the device.
+Reading a step's loss and gradient norm from a GPU in the step would make the host wait for it.
+So each is copied to the host behind the step's work, and read once the copy has arrived, a step
+or two later. All of that is the main thread's: the service thread only sees lists of numbers.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fsdp_magic.core.protocol import StepRecords
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnItsWay:
+    """Two numbers that are being copied from the device, and the event that says they came."""
+
+    host: torch.Tensor
+    arrived: Any
+
+
 class Records:
-    """Collects steps; written by the main thread, read by the service thread."""
+    """Collects steps."""
 
     def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._norms: list[torch.Tensor] = []
+        self._on_their_way: deque[_OnItsWay] = deque()
+        self._losses: list[float] = []
+        self._norms: list[float] = []
         self._samples: list[int] = []
         self._tokens: list[int] = []
         self._knows_tokens = True
-        self._read_losses: list[float] = []
-        self._read_norms: list[float] = []
         self.finished = 0
 
     def add(
         self, *, loss: torch.Tensor, grad_norm: torch.Tensor, samples: int, tokens: int | None
     ) -> None:
-        """Note a finished step.
+        """Note a finished step; does not wait for the device.
 
         Args:
             loss: this rank's share of the global loss; a 0-dim tensor.
@@ -35,44 +47,52 @@ class Records:
             samples: how many this rank took.
             tokens: likewise; None where there are none.
         """
-        self._losses.append(loss)
-        self._norms.append(grad_norm)
         self._samples.append(samples)
         self._tokens.append(tokens or 0)
         self._knows_tokens = self._knows_tokens and tokens is not None
-        self.finished += 1  # last: the other thread reads no further than this
+        if loss.device.type == "cuda":
+            self._on_their_way.append(_sent(loss, grad_norm))
+            self._receive(wait=False)
+        else:
+            self._take(float(loss), float(grad_norm))
+        self.finished += 1
+
+    def complete(self) -> None:
+        """Wait for the numbers of every finished step; the run is over."""
+        self._receive(wait=True)
 
     def since(self, first: int) -> StepRecords:
-        """Return the steps from an index on; called by one thread at a time."""
-        self._read()
-        end = len(self._read_losses)
+        """Return the steps from an index on whose numbers are known; for any thread."""
+        end = len(self._norms)  # appended to last, so every other list is as long
         return StepRecords(
             first=first,
-            losses=tuple(self._read_losses[first:end]),
-            grad_norms=tuple(self._read_norms[first:end]),
+            losses=tuple(self._losses[first:end]),
+            grad_norms=tuple(self._norms[first:end]),
             samples=tuple(self._samples[first:end]),
             tokens=tuple(self._tokens[first:end]) if self._knows_tokens else None,
         )
 
-    def _read(self) -> None:
-        """Turn the tensors of finished steps into numbers, and let the tensors go."""
-        known, finished = len(self._read_losses), self.finished
-        if finished == known:
-            return
-        count = finished - known
-        self._read_losses += _numbers(self._losses[:count])
-        self._read_norms += _numbers(self._norms[:count])
-        del self._losses[:count], self._norms[:count]
+    def _receive(self, *, wait: bool) -> None:
+        while self._on_their_way:
+            oldest = self._on_their_way[0]
+            if wait:
+                oldest.arrived.synchronize()
+            elif not oldest.arrived.query():
+                return
+            loss, norm = oldest.host.tolist()
+            self._on_their_way.popleft()
+            self._take(loss, norm)
+
+    def _take(self, loss: float, norm: float) -> None:
+        self._losses.append(loss)
+        self._norms.append(norm)
 
 
-def _numbers(tensors: list[torch.Tensor]) -> list[float]:
-    """Return 0-dim tensors as numbers, waiting for their device only in this thread."""
-    if tensors[0].device.type != "cuda":
-        return [float(tensor) for tensor in tensors]
-    stacked = torch.stack([tensor.to(torch.float64) for tensor in tensors])
-    host = torch.empty(len(tensors), dtype=torch.float64, pin_memory=True)
-    host.copy_(stacked, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    done.synchronize()
-    return [float(number) for number in host]
+def _sent(loss: torch.Tensor, grad_norm: torch.Tensor) -> _OnItsWay:
+    """Begin to copy two 0-dim tensors to the host."""
+    pair = torch.stack([loss.to(torch.float64), grad_norm.to(torch.float64)])
+    host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+    host.copy_(pair, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return _OnItsWay(host=host, arrived=arrived)

@@ -53,7 +53,6 @@ class Service:
         try:
             yield
         finally:
-            self._busy.clear()
             self._over.set()
             self._idle.wait()
             self._tick = None
@@ -64,6 +63,7 @@ class Service:
             torch.cuda.set_device(self._world.device)
         while True:
             self._busy.wait()
+            self._busy.clear()  # here, not where the cell ends: it may end before we get here
             self._watch()
             self._idle.set()
 

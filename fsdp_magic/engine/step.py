@@ -25,12 +25,11 @@ from fsdp_magic.engine import gradients
 from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.data import Data, StepBatches, token_count
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.records import Records
+from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.world import World
-
-_FOUND = ("loss",)
-
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
@@ -52,20 +51,20 @@ class StepLoop:
 
     Args:
         cell: compiled once.
-        namespace: where it runs.
+        names: of the namespace it runs in.
         world: the ranks.
         trained: what it trains.
         data: where batches come from; None: the cell brings its own.
         accumulate: micro-steps per step.
         max_grad_norm: None: no clipping.
         stopping: whether the person has asked this run to stop.
-        after_phase: called where memory is at a height, to measure it.
+        memory: told where memory is at a height, to measure it there.
     """
 
     def __init__(
         self,
         cell: Cell,
-        namespace: dict[str, Any],
+        names: Names,
         *,
         world: World,
         trained: Trained,
@@ -73,17 +72,17 @@ class StepLoop:
         accumulate: int,
         max_grad_norm: float | None,
         stopping: Callable[[], bool],
-        after_phase: Callable[[], None],
+        memory: MemoryWatch,
     ) -> None:
         self._cell = cell
-        self._namespace = namespace
+        self._names = names
         self._world = world
         self._trained = trained
         self._data = data
         self._accumulate = accumulate
         self._max_grad_norm = max_grad_norm
         self._stopping = stopping
-        self._after_phase = after_phase
+        self._memory = memory
         self.records = Records()
         self.stopped = False
         self.samples_per_step: int | None = None
@@ -137,10 +136,8 @@ class StepLoop:
         self._note_sizes(batches, total)
         share = None
         for micro_step, (batch, count) in enumerate(zip(batches.batches, counts, strict=True)):
-            values = {"batch": batch, "step": step, "micro_step": micro_step}
-            if self._data is None:
-                del values["batch"]
-            self._namespace.update(values, epoch=batches.epoch)
+            values = {"step": step, "micro_step": micro_step, "epoch": batches.epoch}
+            self._names.bind(values if self._data is None else {**values, "batch": batch})
             loss = self._forward()
             part = loss.detach() * (count / total)
             share = part if share is None else share + part
@@ -159,19 +156,19 @@ class StepLoop:
 
     def _forward(self) -> torch.Tensor:
         """Run the cell, and return the loss that it bound."""
-        for name in _FOUND:
-            self._namespace.pop(name, None)
+        namespace = self._names.namespace
+        namespace.pop("loss", None)
         with INTERRUPTS.allowed():
-            self._cell.run(self._namespace)
-        self._after_phase()
-        loss = _checked_loss(self._namespace)
-        self._namespace["loss"] = loss.detach()
+            self._cell.run(namespace)
+        self._memory.mark()
+        loss = _checked_loss(namespace)
+        namespace["loss"] = loss.detach()
         return loss
 
     def _backward(self, loss: torch.Tensor, weight: float) -> None:
         with INTERRUPTS.allowed():
             (loss * weight).backward()  # type: ignore[no-untyped-call]
-        self._after_phase()
+        self._memory.mark_gradients()
 
     def _measure(self) -> torch.Tensor:
         with INTERRUPTS.allowed():
@@ -193,8 +190,10 @@ class StepLoop:
                 "be updated and others not. Build the model again, or load a checkpoint."
             )
             raise
-        self._after_phase()
+        self._memory.count_optimizer_state()
+        self._memory.mark()
         gradients.clear(self._trained.parameters)
+        self._memory.gradients_cleared()
         if self._data is not None:
             self._data.commit()
 

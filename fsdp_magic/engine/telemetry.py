@@ -104,6 +104,9 @@ class CudaMeter:
 class MemoryWatch:
     """The memory of a training run: now, and at its height, with what it is made of.
 
+    The service thread looks at it while the main thread trains, so it holds numbers, never
+    tensors: on torch 2.13 even reading ``parameter.grad`` in another thread corrupts the heap.
+
     Args:
         parameters: every parameter of the sharded models, trained or not.
         optimizers: those that step.
@@ -115,25 +118,62 @@ class MemoryWatch:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._optimizers = list(optimizers)
         self._parameter_bytes = sum(map(storage_bytes, self._parameters))
+        self._all_gradients_bytes = 0
+        self._gradient_bytes = 0
+        self._optimizer_bytes = 0
+        self._states_counted = -1
         self._lock = threading.Lock()
+        self.count_optimizer_state()
         reset_peak()
         self._peak = self.now()
+
+    # -- for the main thread
+
+    def mark(self) -> None:
+        """Look, where memory is at a height; on CUDA the allocator keeps its own peak."""
+        if isinstance(_METER[0], CpuMeter):
+            self.look()
+
+    def mark_gradients(self) -> None:
+        """Note that the gradients are there, and look; they are counted at the first time."""
+        if self._all_gradients_bytes == 0:
+            self._all_gradients_bytes = sum(
+                storage_bytes(p.grad) for p in self._parameters if p.grad is not None
+            )
+        self._gradient_bytes = self._all_gradients_bytes
+        self.mark()
+
+    def count_optimizer_state(self) -> None:
+        """Count the optimizers' state, if there is more of it than at the last count."""
+        states = sum(len(optimizer.state) for optimizer in self._optimizers)
+        if states == self._states_counted:
+            return
+        self._states_counted = states
+        self._optimizer_bytes = sum(
+            storage_bytes(value)
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+    def gradients_cleared(self) -> None:
+        """Note that no gradient is left."""
+        self._gradient_bytes = 0
+
+    # -- for any thread
 
     def now(self) -> MemorySample:
         """Return the memory of this moment."""
         return replace(
             memory(),
             parameter_bytes=self._parameter_bytes,
-            gradient_bytes=sum(
-                storage_bytes(p.grad) for p in self._parameters if p.grad is not None
-            ),
-            optimizer_bytes=self._optimizer_bytes(),
+            gradient_bytes=self._gradient_bytes,
+            optimizer_bytes=self._optimizer_bytes,
         )
 
     def look(self) -> None:
-        """Remember this moment if no earlier one had more allocated; both threads look."""
-        if memory().allocated_bytes <= self._peak.allocated_bytes:
-            return
+        """Remember this moment if no earlier one had more allocated."""
         sample = self.now()
         with self._lock:
             if sample.allocated_bytes > self._peak.allocated_bytes:
@@ -142,15 +182,6 @@ class MemoryWatch:
     def peak(self) -> MemorySample:
         """Return the moment with the most allocated, with the true peak of the allocator."""
         return replace(self._peak, peak_allocated_bytes=memory().peak_allocated_bytes)
-
-    def _optimizer_bytes(self) -> int:
-        return sum(
-            storage_bytes(value)
-            for optimizer in self._optimizers
-            for state in list(optimizer.state.values())
-            for value in list(state.values())
-            if isinstance(value, torch.Tensor)
-        )
 
 
 _METER: list[CpuMeter | CudaMeter] = []

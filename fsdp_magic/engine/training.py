@@ -25,6 +25,7 @@ from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.engine import gradients, modeling, telemetry
 from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.data import Data, Position, micro_batch_size_of
+from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, repoint
 from fsdp_magic.engine.parallel import fsdp, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
@@ -115,6 +116,7 @@ def open_data(
         seed=world.request.seed,
         shuffle=not spec.no_shuffle,
         collate=collate,
+        goes_round=spec.steps is not None,
         device=world.device,
         position=position,
     )
@@ -155,15 +157,16 @@ class TrainingRun:
     Args:
         request: what was asked.
         world: this rank's.
-        namespace: where the cell runs.
+        names: of the namespace that the cell runs in.
     """
 
     def __init__(
-        self, request: TrainRequest, *, world: World, namespace: dict[str, Any]
+        self, request: TrainRequest, *, world: World, names: Names
     ) -> None:
         self._request = request
         self._world = world
-        self._namespace = namespace
+        self._names = names
+        self._namespace = names.namespace
         self._notes: list[str] = []
         self._loop: StepLoop | None = None
         self._trained: Trained | None = None
@@ -213,18 +216,18 @@ class TrainingRun:
             [*parameters, *self._trained.parameters], list(self._trained.optimizers.values())
         )
         self._models = sharded
-        self._namespace["total_steps"] = self._total_steps
-        self._namespace["micro_batch_size"] = None if data is None else data.micro_batch_size
+        size = None if data is None else data.micro_batch_size
+        self._names.bind({"total_steps": self._total_steps, "micro_batch_size": size})
         self._loop = StepLoop(
             cell,
-            self._namespace,
+            self._names,
             world=world,
             trained=self._trained,
             data=data,
             accumulate=spec.accumulate,
             max_grad_norm=spec.max_grad_norm,
             stopping=lambda: world.page.stopping_run == self._request.run_id,
-            after_phase=self._memory.look if world.device.type == "cpu" else _nothing,
+            memory=self._memory,
         )
 
     def steps(self, *, first_step: int) -> None:
@@ -284,6 +287,7 @@ class TrainingRun:
         memory, loop = self._memory, self._loop
         if memory is None or loop is None:
             return None
+        loop.records.complete()
         return RunReport(
             rank=self._world.rank,
             steps=loop.records.finished,
@@ -300,10 +304,6 @@ class TrainingRun:
             micro_batch_size=loop.micro_batch_size,
             notes=(*self._notes, *loop.notes),
         )
-
-
-def _nothing() -> None:
-    """Do nothing; on CUDA the allocator itself keeps the peak."""
 
 
 def _mean(samples: list[DeviceSample]) -> DeviceSample:

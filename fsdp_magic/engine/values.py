@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -23,13 +24,33 @@ def whole(value: Any, *, limit_bytes: int | None = None) -> Any:
     Raises:
         FsdpError: if they take more; nothing was gathered.
     """
-    size = _tensor_bytes(value)
+    _check_size(_tensor_bytes(value), limit_bytes)
+    return _gathered(value)
+
+
+def packed(value: Any, *, limit_bytes: int | None = None) -> bytes:
+    """Return a value pickled for the notebook.
+
+    Raises:
+        FsdpError: if it cannot be, or takes more than ``limit_bytes``.
+    """
+    try:
+        sent = pickle.dumps(value)
+    except Exception as error:  # whatever an object's own pickling raises
+        raise FsdpError(
+            f"a {type(value).__name__} cannot be brought into the notebook ({error}); "
+            "pull a part of it, or its text with repr(...)"
+        ) from None
+    _check_size(len(sent), limit_bytes)
+    return sent
+
+
+def _check_size(size: int, limit_bytes: int | None) -> None:
     if limit_bytes is not None and size > limit_bytes:
         raise FsdpError(
             f"the value takes {bytes_text(size)}, more than {bytes_text(limit_bytes)}; "
             "add --yes to bring it into the notebook all the same"
         )
-    return _gathered(value)
 
 
 def _tensor_bytes(value: Any) -> int:

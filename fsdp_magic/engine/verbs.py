@@ -37,13 +37,14 @@ from fsdp_magic.core.protocol import (
 )
 from fsdp_magic.engine import cells, modeling, telemetry, training
 from fsdp_magic.engine.data import Position
+from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.service import Service, Tick
-from fsdp_magic.engine.values import whole
+from fsdp_magic.engine.values import packed, whole
 from fsdp_magic.engine.world import World
 
 
@@ -108,7 +109,11 @@ class Engine:
         gathered parameters are freed, so that the next cell sees the shards.
         """
         assert self._service is not None
-        with self.names.bound(values) as hidden, self._service.watching(tick):
+        with (
+            cells.outside_event_loop(),
+            self.names.bound(values) as hidden,
+            self._service.watching(tick),
+        ):
             if hidden:
                 _say_hidden(hidden)
             try:
@@ -117,7 +122,7 @@ class Engine:
                     fsdp.reshard(model)
             except BaseException as error:
                 INTERRUPTS.close()
-                if self.world.released and isinstance(error, RuntimeError):
+                if self.world.released and is_broken_transport(error):
                     # a peer let go first, and the collective that waited for it broke
                     raise ReleasedByPeerError from None
                 self.world.release()
@@ -186,7 +191,7 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    run = training.TrainingRun(request, world=engine.world, namespace=engine.namespace)
+    run = training.TrainingRun(request, world=engine.world, names=engine.names)
     values = {**engine.world.names(), **run.names()}
     try:
         with engine.cell(values, tick=run.tick), engine.randomness.in_place():
@@ -215,7 +220,14 @@ def shards(engine: Engine, request: ShardsRequest) -> Reply:
 
 def push(engine: Engine, request: PushRequest) -> Reply:
     """Bind variables."""
-    engine.namespace.update(request.variables)
+    for name, sent in request.variables.items():
+        try:
+            engine.namespace[name] = pickle.loads(sent)
+        except Exception as error:  # whatever an object's own unpickling raises
+            raise FsdpError(
+                f"{name} cannot be read on the engines ({error}); define its class there, in a "
+                "file or a %%fsdp cell"
+            ) from None
     return Reply(rank=engine.world.rank)
 
 
@@ -226,8 +238,7 @@ def pull(engine: Engine, request: PullRequest) -> Reply:
     """
     with engine.cell(engine.world.names()), INTERRUPTS.allowed():
         value = whole(eval(request.expression, engine.namespace), limit_bytes=request.limit_bytes)
-        # pickled here: what cannot be pickled fails as the person's own error
-        sent = pickle.dumps(value) if request.wanted else None
+        sent = packed(value, limit_bytes=request.limit_bytes) if request.wanted else None
     return Reply(rank=engine.world.rank, report=sent)
 
 

@@ -13,11 +13,14 @@ import os
 import select
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE
+
+_REMOVALS, _REMOVAL_SECONDS = 20, 0.05
 
 
 def guard(*, remove: str | None = None) -> None:
@@ -31,8 +34,9 @@ def guard(*, remove: str | None = None) -> None:
     try:
         kernel = os.pidfd_open(kernel_pid)
     except ProcessLookupError:
-        os._exit(1)
-    if os.getppid() != kernel_pid:  # it died, and its id may be somebody else's by now
+        kernel = -1
+    if kernel < 0 or os.getppid() != kernel_pid:  # it died; its id may be somebody else's by now
+        _remove(remove)
         os._exit(1)
     guarded = os.pidfd_open(guarded_pid)
     if os.fork() != 0:
@@ -63,8 +67,19 @@ def _watch(*, kernel: int, guarded: int, guarded_pid: int, remove: str | None) -
     if group == guarded_pid:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-    if kernel in ended and remove is not None:
-        shutil.rmtree(remove, ignore_errors=True)
+    if kernel in ended:
+        _remove(remove)
+
+
+def _remove(directory: str | None) -> None:
+    """Delete a directory, again and again while a dying engine may still write into it."""
+    if directory is None:
+        return
+    for _ in range(_REMOVALS):
+        shutil.rmtree(directory, ignore_errors=True)
+        if not os.path.exists(directory):
+            return
+        time.sleep(_REMOVAL_SECONDS)
 
 
 def _kill_tree(root: int) -> None:

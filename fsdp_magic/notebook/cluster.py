@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import ipyparallel
 import psutil
 from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
+from ipyparallel.error import RemoteError
 from traitlets.config import Config
 
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
@@ -51,6 +52,7 @@ _LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show w
 _START_SECONDS = 120.0
 _STOP_SECONDS = 2.0
 _CRASH_LINES = 40
+_OUTPUT_SECONDS = 2.0
 _Result = TypeVar("_Result")
 
 CONTROLLER_ARGUMENTS = (
@@ -123,6 +125,7 @@ class Cluster:
         self._cluster = _ipyparallel_cluster(self.directory, n)
         self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
         self._client: Any = None
+        self._stopped = False
 
     # -- life
 
@@ -143,6 +146,9 @@ class Cluster:
 
     def stop(self) -> None:
         """End every process and remove every file; safe to call twice."""
+        if self._stopped:
+            return
+        self._stopped = True
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None
@@ -163,11 +169,11 @@ class Cluster:
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while len(self._client.ids) < self.n:
-            ended = [x for x in self._engine_launchers() if x.state == "after"]
-            if ended or len(self._engine_launchers()) < self.n:
+            logs = self._logs_of_ended()
+            if logs:
                 raise FsdpError(
-                    f"{self.n} engines were asked for and one ended while starting; "
-                    f"the end of its log:\n{self.log_tail()}"
+                    f"{self.n} engines were asked for and {len(logs)} ended while starting; the "
+                    f"end of the log:\n{logs[0]}"
                 )
             if time.monotonic() > deadline:
                 raise FsdpError(
@@ -179,11 +185,10 @@ class Cluster:
     def _engine_launchers(self) -> list[Any]:
         return [x for s in self._cluster.engines.values() for x in s.launchers.values()]
 
-    def log_tail(self, lines: int = 12) -> str:
-        """Return the last lines of the engines' logs."""
-        logs = Path(self.directory, "log").glob("*engine*")
-        texts = [path.read_text(errors="replace") for path in logs]
-        return "\n".join("\n".join(text.splitlines()[-lines:]) for text in texts)
+    def _logs_of_ended(self, lines: int = 12) -> list[str]:
+        """Return the last lines of each engine that ended."""
+        logs = [text for s in self._cluster.engines.values() for text in list(s.outputs.values())]
+        return ["\n".join(log.splitlines()[-lines:]) for log in logs]
 
     # -- talking
 
@@ -206,15 +211,9 @@ class Cluster:
 
         Returns:
             Where everything that they then say arrives.
-
-        Raises:
-            EngineDiedError: if one of them is dead already.
         """
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._events = events
-        for engine_id in requests:
-            if engine_id in self._dead:
-                raise self.died(engine_id, rank=None)
         for engine_id, request in requests.items():
             self._send(engine_id, verb, request, events)
         return events
@@ -225,20 +224,50 @@ class Cluster:
         def hook(future: Any) -> None:
             future.iopub_callbacks.append(lambda message: _publish(engine_id, message, events))
 
-        identity = self._client._engines[engine_id].encode()
+        name = self._client._engines.get(engine_id)
+        if name is None:
+            self._presume_dead(engine_id, events)
+            return
         future = self._client.send_apply_request(
-            self._client._mux_socket,
+            self._client._mux_stream,  # not the bare socket: its stream would miss replies
             ipyparallel.Reference(CALL_NAME),
             args=(verb, request),
-            ident=identity,
+            ident=name.encode(),
             message_future_hook=hook,
         )
-        # its output is complete once the engine says on the same channel that it is idle
-        future.add_done_callback(
-            lambda done: done.output.add_done_callback(
-                lambda _: events.put(Answered(engine_id=engine_id, reply=done.result()))
-            )
-        )
+        future.add_done_callback(partial(self._answer, engine_id, events))
+
+    def _answer(self, engine_id: int, events: queue.SimpleQueue[Event], future: Any) -> None:
+        """Pass a reply on once the engine's output is complete.
+
+        It is when the engine says, on the channel of its output, that it is idle. That word can
+        be lost where a reply cannot, so it is waited for a moment only.
+        """
+        passed = threading.Event()
+
+        def pass_on(*_: Any) -> None:
+            if not passed.is_set():
+                passed.set()
+                events.put(Answered(engine_id=engine_id, reply=future.result()))
+
+        reply = future.result()
+        if isinstance(reply, RemoteError) and reply.ename == "EngineError":
+            self._presume_dead(engine_id, events)
+        future.output.add_done_callback(pass_on)
+        if not passed.is_set():
+            self._loop.later(_OUTPUT_SECONDS, pass_on)
+
+    def _presume_dead(self, engine_id: int, events: queue.SimpleQueue[Event]) -> None:
+        """Count an engine as dead that the hub has given up.
+
+        The operating system says within a moment how it ended; if it does not, the process may
+        live but cannot be reached any more.
+        """
+
+        def say() -> None:
+            events.put(Died(engine_id=engine_id, exit_code=self._dead.get(engine_id)))
+
+        self._loop.later(_OUTPUT_SECONDS, say)
 
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
@@ -258,6 +287,11 @@ class Cluster:
             launcher = identifiers[pid]
             launcher.on_stop(partial(self._note_death, engine_id, launcher))
 
+    @property
+    def dead(self) -> set[int]:
+        """The ids of the engines whose processes have ended."""
+        return set(self._dead)
+
     def _note_death(self, engine_id: int, launcher: Any, data: Mapping[str, Any]) -> None:
         code = data.get("exit_code")
         self._dead[engine_id] = code
@@ -271,6 +305,7 @@ class Cluster:
         number = -code if code is not None and code < 0 else None
         crash = self._crashes.get(engine_id, "")
         how = f"exit code {code}" if number is None else signal.Signals(number).name
+        how = "it cannot be reached" if code is None else how
         name = f"engine {engine_id}" if rank is None else f"rank {rank}"
         host = socket.gethostname()
         return EngineDiedError(
@@ -293,6 +328,9 @@ class _LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, callback)
 
     def stop(self) -> None:
         if self._thread.is_alive():
@@ -354,6 +392,9 @@ def _publish(engine_id: int, message: Mapping[str, Any], events: queue.SimpleQue
     if kind == "stream":
         content = message["content"]
         events.put(Printed(engine_id=engine_id, stream=content["name"], text=content["text"]))
+    elif kind == "display_data":
+        text = message["content"]["data"].get("text/plain", "")
+        events.put(Printed(engine_id=engine_id, stream="stdout", text=f"{text}\n"))
     elif kind == "data_message" and PROGRESS_KEY in message["content"]["keys"]:
         data, _ = ipyparallel.serialize.deserialize_object(message["buffers"])
         events.put(Progressed(engine_id=engine_id, report=data[PROGRESS_KEY]))

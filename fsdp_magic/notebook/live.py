@@ -43,14 +43,12 @@ class Outcome:
 
     Attributes:
         replies: by rank; a rank that died or is stuck has none.
-        interrupted: whether the person interrupted it.
         timed_out: whether it took longer than allowed.
         dead: ranks whose engine ended.
         stuck: ranks that did not come out in time.
     """
 
     replies: dict[int, Reply] = field(default_factory=dict)
-    interrupted: bool = False
     timed_out: bool = False
     dead: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
@@ -64,12 +62,13 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Follower:
-    """Follows one request.
+    """Follows one request; used inside ``with interruptions``.
 
     Attributes:
         ranks: rank by engine id, of the engines that were asked.
         events: where they answer.
         output: where their output goes.
+        interruptions: counts what the person does; was there before the request was sent.
         escalation: what an interrupt does.
         on_progress: called with every progress report.
         on_tick: called some twenty times a second, for panels.
@@ -79,6 +78,7 @@ class Follower:
     ranks: Mapping[int, int]
     events: queue.SimpleQueue[Event]
     output: Output
+    interruptions: Interruptions
     escalation: Escalation
     on_progress: Callable[[ProgressReport], None] | None = None
     on_tick: Callable[[], None] | None = None
@@ -90,30 +90,28 @@ class Follower:
         waiting = set(self.ranks.values())
         started = time.monotonic()
         force_at = give_up_at = float("inf")
-        with Interruptions() as interruptions:
-            handled = 0
-            while waiting:
-                self._take(outcome, waiting)
-                now = time.monotonic()
-                self.output.show(now=now)
-                if self.on_tick is not None:
-                    self.on_tick()
-                if interruptions.count > handled:
-                    handled = interruptions.count
-                    outcome.interrupted = True
-                    force_at = self._escalate(handled, now)
-                if self.timeout is not None and now - started > self.timeout:
-                    outcome.timed_out, self.timeout = True, None
-                    force_at = self._escalate(2, now)
-                if now > force_at:
-                    self.escalation.force()
-                    force_at = now + 1.0
-                    give_up_at = min(give_up_at, now + _STUCK_SECONDS)
-                if outcome.failed:
-                    give_up_at = min(give_up_at, now + _STUCK_SECONDS)
-                if now > give_up_at:
-                    outcome.stuck = tuple(sorted(waiting))
-                    break
+        handled = 0
+        while waiting:
+            self._take(outcome, waiting)
+            now = time.monotonic()
+            self.output.show(now=now)
+            if self.on_tick is not None:
+                self.on_tick()
+            if self.interruptions.count > handled:
+                handled = self.interruptions.count
+                force_at = self._escalate(handled, now)
+            if self.timeout is not None and now - started > self.timeout:
+                outcome.timed_out, self.timeout = True, None
+                force_at = self._escalate(2, now)
+            if now > force_at:
+                self.escalation.force()
+                force_at = now + 1.0
+                give_up_at = min(give_up_at, now + _STUCK_SECONDS)
+            if outcome.failed:
+                give_up_at = min(give_up_at, now + _STUCK_SECONDS)
+            if now > give_up_at:
+                outcome.stuck = tuple(sorted(waiting))
+                break
         self.output.finish()
         return outcome
 
@@ -157,17 +155,24 @@ class Follower:
 
 
 class Interruptions:
-    """Counts SIGINT instead of raising, inside a ``with`` in the main thread."""
+    """Counts SIGINT instead of raising, inside a ``with`` in the main thread.
+
+    One ``with`` may stand inside another; the count begins at the outermost.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._depth = 0
         self._previous: Any = None
         self._installed = False
 
     def __enter__(self) -> Interruptions:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-            self._installed = True
+        if self._depth == 0:
+            self.count = 0
+            self._installed = threading.current_thread() is threading.main_thread()
+            if self._installed:
+                self._previous = signal.signal(signal.SIGINT, self._handle)
+        self._depth += 1
         return self
 
     def __exit__(
@@ -176,7 +181,8 @@ class Interruptions:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._installed:
+        self._depth -= 1
+        if self._depth == 0 and self._installed:
             signal.signal(signal.SIGINT, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

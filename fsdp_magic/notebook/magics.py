@@ -122,9 +122,15 @@ class FsdpMagics(Magics):
         return session
 
     def _name(self, magic: str) -> str:
-        """Return the file name of a cell in tracebacks: its magic and its number."""
-        count = getattr(self.shell, "execution_count", 0)
-        return f"<%%{magic} [{count}]>"
+        """Return the file name of a cell in tracebacks: its magic and its number.
+
+        The inputs are counted: IPython raises ``execution_count`` before a cell runs or after
+        it, by version.
+        """
+        assert self.shell is not None
+        assert self.shell.history_manager is not None
+        number = len(self.shell.history_manager.input_hist_parsed) - 1
+        return f"<%%{magic} [{number}]>"
 
 
 _SPECS: dict[str, type[Any]] = {

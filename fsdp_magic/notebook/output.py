@@ -6,14 +6,16 @@ A whole line waits at most 0.2 s for its twins on other ranks; a partial line is
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_magic.core.units import ranks_text
 
 TWIN_SECONDS = 0.2
 PARTIAL_SECONDS = 0.5
+_LOOK_AHEAD_LINES = 50
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +56,9 @@ class Output:
         *lines, rest = joined.split("\n")
         for line in lines:
             self._whole[rank].append(_Line(stream=stream, text=line, since=now))
-        self._partial[rank] = _Line(stream=stream, text=rest, since=now) if rest else None
+        # a line that grows bit by bit is as old as its first bit
+        since = now if lines or partial is None else partial.since
+        self._partial[rank] = _Line(stream=stream, text=rest, since=since) if rest else None
 
     def show(self, *, now: float) -> None:
         """Write every line whose time has come."""
@@ -92,11 +96,23 @@ class Output:
         )
         if not complete and now - first.since < TWIN_SECONDS:
             return False
-        twins = tuple(rank for rank, line in heads.items() if line.is_twin(first))
+        chosen = first if complete else self._before_twin(first, heads)
+        twins = tuple(rank for rank, line in heads.items() if line.is_twin(chosen))
         for rank in twins:
             self._whole[rank].popleft()
-        self._write(first.stream, f"{self.label(twins)} {first.text}\n")
+        self._write(chosen.stream, f"{self.label(twins)} {chosen.text}\n")
         return True
+
+    def _before_twin(self, first: _Line, heads: Mapping[int, _Line]) -> _Line:
+        """Return a line that stands before a twin of the first on another rank, else the first.
+
+        So ranks that print something of their own and then the same meet again.
+        """
+        for rank, head in heads.items():
+            coming = itertools.islice(self._whole[rank], 1, _LOOK_AHEAD_LINES)
+            if not head.is_twin(first) and any(line.is_twin(first) for line in coming):
+                return head
+        return first
 
     def label(self, ranks: tuple[int, ...]) -> str:
         """Return the label of a line: ``[rank 1]`` or ``[ranks 0-3]``."""

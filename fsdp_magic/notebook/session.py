@@ -11,13 +11,16 @@ from typing import Any
 from fsdp_magic.core.errors import (
     CellFailedError,
     CellInterrupted,
+    EngineDiedError,
     FsdpError,
     OutOfMemoryOnRankError,
     UsageError,
 )
+from fsdp_magic.core.page import Page
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import (
     CellOutput,
+    Failure,
     HelloReport,
     HelloRequest,
     ModelRequest,
@@ -35,7 +38,7 @@ from fsdp_magic.core.specs import InitSpec, ModelSpec, RunSpec, TrainSpec, parse
 from fsdp_magic.core.units import GIB, ranks_text
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.cluster import Cluster
-from fsdp_magic.notebook.live import Follower, Outcome
+from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.training import TrainingPanel
@@ -66,6 +69,7 @@ class Session:
         self._generation = 1
         self._broken: FsdpError | None = None
         self._run_ids = 0
+        self._interruptions = Interruptions()
         self._start()
 
     # -- life
@@ -284,15 +288,16 @@ class Session:
 
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""
+        sent = {}
         for name, value in variables.items():
             try:
-                pickle.dumps(value)
+                sent[name] = pickle.dumps(value)
             except Exception as error:  # whatever an object's own pickling raises
                 raise UsageError(
                     f"{name} cannot be sent to the engines ({error}); make it there, "
                     "in a %%fsdp cell"
                 ) from None
-        self._ask("push", self._everywhere(PushRequest(variables=variables)), show=False)
+        self._ask("push", self._everywhere(PushRequest(variables=sent)), show=False)
 
     def pull(self, expression: str, *, rank: int | str = 0, yes: bool = False) -> Any:
         """Return the value of an expression on a rank, or of all ranks as a list.
@@ -316,7 +321,14 @@ class Session:
             for r in range(self.world_size)
         }
         replies, _ = self._ask("pull", requests, show=False)
-        values = [pickle.loads(replies[r].report) for r in sorted(replies) if replies[r].report]
+        sent = [replies[r].report for r in sorted(replies) if replies[r].report]
+        try:
+            values = [pickle.loads(value) for value in sent]
+        except Exception as error:  # whatever an object's own unpickling raises
+            raise UsageError(
+                f"{expression} cannot be read in the notebook ({error}); pull a part of it, or "
+                f"its text: repr({expression})"
+            ) from None
         return values if rank == "all" else values[0]
 
     # -- asking
@@ -340,42 +352,47 @@ class Session:
             raise self._broken
         engines = {rank: engine_id for engine_id, rank in self._ranks.items()}
         asked = {engines[rank]: request for rank, request in requests.items()}
+        self._check_dead(tuple(self._ranks[engine_id] for engine_id in cluster.dead))
         output = Output(sorted(requests), write=display.write if show else _drop)
-        follower = Follower(
-            ranks={engine_id: self._ranks[engine_id] for engine_id in asked},
-            events=cluster.send(verb, asked),
-            output=output,
-            escalation=_Escalation(self, list(asked), run),
-            on_progress=None if run is None else run.add,
-            on_tick=None if panel is None else panel.tick,
-            timeout=timeout,
-        )
-        outcome = follower.follow()
-        if run is not None:
-            run.finish([reply.report for reply in outcome.replies.values() if reply.report])
-        self._settle(outcome, output, timeout)
+        with self._interruptions:  # from before it is sent until the ranks are in order again
+            outcome = Follower(
+                ranks={engine_id: self._ranks[engine_id] for engine_id in asked},
+                events=cluster.send(verb, asked),
+                output=output,
+                interruptions=self._interruptions,
+                escalation=_Escalation(self, list(asked), run),
+                on_progress=None if run is None else run.add,
+                on_tick=None if panel is None else panel.tick,
+                timeout=timeout,
+            ).follow()
+            if run is not None:
+                run.finish([reply.report for reply in outcome.replies.values() if reply.report])
+            self._settle(outcome, output, timeout)
+        if self._interruptions.count:
+            raise CellInterrupted("interrupted")
         return outcome.replies, output
 
     def _settle(self, outcome: Outcome, output: Output, timeout: float | None) -> None:
         """Bring the ranks back into order after a failure, and raise what happened."""
-        if outcome.dead:
-            cluster = self._need_cluster()
-            rank = outcome.dead[0]
-            engine_id = next(e for e, r in self._ranks.items() if r == rank)
-            self._broken = cluster.died(engine_id, rank=rank)
-            raise self._broken
+        self._check_dead(outcome.dead)
         if outcome.stuck:
             self._broken = FsdpError(
                 f"rank {ranks_text(outcome.stuck)} did not come out of the cell within 5 s; "
                 "type %fsdp_restart for fresh engines"
             )
             raise self._broken
-        if outcome.failed:
+        if outcome.failed or self._cluster_page.released_generation >= self._generation:
             self._recover()
-        if outcome.interrupted:
-            raise CellInterrupted("interrupted")
-        if outcome.failed:
+        if outcome.failed and not self._interruptions.count:
             raise _failure(outcome.replies, output, timeout if outcome.timed_out else None)
+
+    def _check_dead(self, ranks: tuple[int, ...]) -> None:
+        """Raise if the engine of a rank died; the session is broken then."""
+        if ranks:
+            rank = ranks[0]
+            engine_id = next(e for e, r in self._ranks.items() if r == rank)
+            self._broken = self._need_cluster().died(engine_id, rank=rank)
+            raise self._broken
 
     def _recover(self) -> None:
         """Replace the transports of every rank."""
@@ -383,6 +400,8 @@ class Session:
         request = RecoverRequest(generation=self._generation)
         try:
             self._quick("recover", dict.fromkeys(self._ranks, request))
+        except EngineDiedError:
+            raise
         except FsdpError as error:
             self._broken = FsdpError(f"{error}; type %fsdp_restart for fresh engines")
             raise self._broken from None
@@ -390,13 +409,16 @@ class Session:
     def _quick(self, verb: str, requests: Mapping[int, Any]) -> list[Reply]:
         """Ask engines for something short that runs none of the person's code."""
         ranks = {engine_id: self._ranks[engine_id] for engine_id in requests}
-        outcome = Follower(
-            ranks=ranks,
-            events=self._need_cluster().send(verb, requests),
-            output=Output(list(ranks.values()), write=_drop),
-            escalation=_Patience(),
-            timeout=_QUICK_SECONDS,
-        ).follow()
+        with self._interruptions:
+            outcome = Follower(
+                ranks=ranks,
+                events=self._need_cluster().send(verb, requests),
+                output=Output(list(ranks.values()), write=_drop),
+                interruptions=self._interruptions,
+                escalation=_Patience(),
+                timeout=_QUICK_SECONDS,
+            ).follow()
+        self._check_dead(outcome.dead)
         for reply in outcome.replies.values():
             if reply.failure is not None:
                 failure = reply.failure
@@ -414,7 +436,11 @@ class Session:
 
     def _release(self) -> None:
         """Free every rank that waits for another."""
-        self._need_cluster().page.release(self._generation)
+        self._cluster_page.release(self._generation)
+
+    @property
+    def _cluster_page(self) -> Page:
+        return self._need_cluster().page
 
 
 class _Escalation:
@@ -538,7 +564,9 @@ def _failure(
     failures = {r: reply.failure for r, reply in replies.items() if reply.failure is not None}
     own = {r: f for r, f in failures.items() if f.kind != "released"} or failures
     released = tuple(sorted(set(failures) - set(own)))
-    text = error_panel.text(own, released=released)
+    text = _refusal(own, everywhere=len(own) == len(replies)) or error_panel.text(
+        own, released=released
+    )
     if timeout is not None:
         text = f"the cell was stopped after {timeout:g} s (--timeout)\n{text}"
     outputs = [
@@ -552,3 +580,12 @@ def _failure(
     full = any(failure.kind == "out_of_memory" for failure in own.values())
     kind = OutOfMemoryOnRankError if full else CellFailedError
     return kind(text, exceptions=own, outputs=outputs)
+
+
+def _refusal(failures: Mapping[int, Failure], *, everywhere: bool) -> str:
+    """Return one line if we refused the same thing on every rank that failed, else nothing."""
+    messages = {failure.message for failure in failures.values()}
+    if len(messages) > 1 or any(failure.kind != "usage" for failure in failures.values()):
+        return ""
+    ranks = "" if everywhere else f"rank {ranks_text(tuple(failures))}: "
+    return ranks + messages.pop()

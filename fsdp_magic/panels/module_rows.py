@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fsdp_magic.core.placement import ParameterPlacement
 
-_BLOCK = re.compile(r"((?:.*?\.)??)(\d+)\.(.+)", re.DOTALL)
+_BLOCK = re.compile(r"((?:.*?\.)??)(\d{1,9})\.(.+)", re.DOTALL)
 
 Signature = tuple[tuple[object, ...], ...]
 Held = tuple[int, int]

@@ -21,6 +21,7 @@ from fsdp_magic.panels.mosaic_table import (
     Tip,
     bar_cells,
     columns_of,
+    left_out_text,
     line,
     mosaic_table,
     text_bar,
@@ -55,7 +56,7 @@ def html(placement: Placement) -> str:
         _heading(placement)
         + mosaic_table(columns, lines, what="module")
         + _details(shown, columns, room=room)
-        + notes_html(placement.notes)
+        + notes_html(_notes(placement, columns))
     )
     return card(content, label="Placement")
 
@@ -81,9 +82,15 @@ def text(placement: Placement) -> str:
             f"{one_line(placement.model)}  {_summary(placement)}",
             *text_table(lines, left=1 + len(columns)),
             "▇ sharded  ▒ replicated  – none on this rank",
-            *(one_line(note) for note in placement.notes),
+            *(one_line(note) for note in _notes(placement, columns)),
         ]
     )
+
+
+def _notes(placement: Placement, columns: Sequence[Column]) -> list[str]:
+    """Return what stands beneath."""
+    left_out = left_out_text(columns, placement.world_size)
+    return [*([left_out] if left_out else []), *placement.notes]
 
 
 def _fitting(lines: Iterable[str], room: int) -> list[str]:

@@ -10,10 +10,10 @@ from fsdp_magic.core.units import bytes_text, ranks_text
 from fsdp_magic.panels.module_rows import Held, rank_groups
 from fsdp_magic.panels.parts import BLUE, FIRST, head_cell, muted, row, table
 
-MANY_RANKS = 16
-"""From here on equal ranks share a column."""
+MANY_RANKS = 9
+"""From here on equal ranks share a column: more columns do not fit a page."""
 
-_MOST_COLUMNS = 12
+_MOST_COLUMNS = 8
 SHARDED = f"background:{BLUE}"
 REPLICATED = (
     "box-sizing:border-box;border:1px solid #BF8613;background:repeating-linear-gradient("
@@ -26,28 +26,37 @@ Tip = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A rank, or equal ranks, shown by the first of them."""
+    """A rank, or consecutive ranks that hold the same."""
 
-    heading: str
-    rank: int
+    ranks: range
+
+    @property
+    def rank(self) -> int:
+        """The rank that is shown for all of them."""
+        return self.ranks[0]
+
+    @property
+    def heading(self) -> str:
+        """``rank 3``, ``ranks 0-62``."""
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks_text(tuple(self.ranks))}"
 
 
 def columns_of(placement: Placement) -> list[Column]:
     """Return a column per rank, or per run of equal ranks where there are many."""
     world = placement.world_size
     if world < MANY_RANKS:
-        prefix = "rank " if world <= 8 else ""
-        return [Column(heading=f"{prefix}{rank}", rank=rank) for rank in range(world)]
+        return [Column(ranks=range(rank, rank + 1)) for rank in range(world)]
     groups = rank_groups(placement.parameters, world)
     if len(groups) > _MOST_COLUMNS:
         groups = [*groups[: _MOST_COLUMNS - 1], groups[-1]]
-    return [
-        Column(
-            heading=f"rank{'s' if len(group) > 1 else ''} {ranks_text(tuple(group))}",
-            rank=group[0],
-        )
-        for group in groups
-    ]
+    return [Column(ranks=group) for group in groups]
+
+
+def left_out_text(columns: Sequence[Column], world_size: int) -> str:
+    """Return a sentence on the ranks that no column stands for; empty if there are none."""
+    shown = {rank for column in columns for rank in column.ranks}
+    missing = tuple(rank for rank in range(world_size) if rank not in shown)
+    return f"ranks {ranks_text(missing)} differ and are not shown" if missing else ""
 
 
 def mosaic_table(columns: Sequence[Column], lines: Sequence[str], *, what: str) -> str:

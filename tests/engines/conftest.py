@@ -11,13 +11,16 @@ from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.errors import FsdpError
 from fsdp_magic.notebook.session import Session
 
-FRESH_NAMES = '''
-import builtins
-builtins.fsdp_magic_fresh_names = frozenset(globals())
-'''
+FRESH_NAMES = """
+import builtins, gc
+ours = builtins._fsdp_magic_call.__self__.world.names()
+builtins.fsdp_magic_fresh_names = frozenset(globals()) - set(ours) - {"ours"}
+gc.collect()
+gc.freeze()  # what is there already need not be searched before every test
+"""
 """Run once on fresh engines."""
 
-CLEAN = '''
+CLEAN = """
 def clean():
     import builtins, gc, sys, torch
     from fsdp_magic.engine.data import Position
@@ -37,7 +40,7 @@ def clean():
     gc.collect()
 
 clean()
-'''
+"""
 """Run before each test: as if the engines had just started."""
 
 

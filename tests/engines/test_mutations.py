@@ -47,7 +47,7 @@ step.StepLoop._backward = _backward
 """,
     "a micro-batch's weight wrong": """
 def _backward(self, loss, weight, _o=step.StepLoop._backward):
-    _o(self, loss, weight * (1.1 if self._namespace["micro_step"] == 1 else 1.0))
+    _o(self, loss, weight * (1.1 if self._names.namespace["micro_step"] == 1 else 1.0))
 step.StepLoop._backward = _backward
 """,
     "one rank's weight wrong": """
@@ -57,7 +57,7 @@ step.StepLoop._backward = _backward
 """,
     "a micro-step's gradient lost": """
 def _backward(self, loss, weight, _o=step.StepLoop._backward):
-    _o(self, loss, weight if self._namespace["micro_step"] else 0.0)
+    _o(self, loss, weight if self._names.namespace["micro_step"] else 0.0)
 step.StepLoop._backward = _backward
 """,
     "the last micro-step only": """

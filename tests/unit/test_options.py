@@ -33,7 +33,11 @@ def test_an_empty_line_gives_the_defaults() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "nearest"),
-    [("--step", "--steps"), ("--acumulate", "--accumulate"), ("--micro-batch", "--micro-batch-size")],
+    [
+        ("--step", "--steps"),
+        ("--acumulate", "--accumulate"),
+        ("--micro-batch", "--micro-batch-size"),
+    ],
 )
 def test_an_unknown_option_names_the_nearest_one(typed: str, nearest: str) -> None:
     message = refused(f"--data d {typed} 4")
@@ -86,7 +90,9 @@ def test_other_tools_names_are_accepted(line: str, spec: TrainSpec) -> None:
     assert train(line) == spec
 
 
-@pytest.mark.parametrize("line", ["--steps", "--steps --accumulate 2", "--accumulate 2 --steps # 4"])
+@pytest.mark.parametrize(
+    "line", ["--steps", "--steps --accumulate 2", "--accumulate 2 --steps # 4"]
+)
 def test_a_missing_value_is_asked_for(line: str) -> None:
     assert "--steps needs a value: --steps N" in refused(line)
 

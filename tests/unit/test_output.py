@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from fsdp_magic.notebook.output import PARTIAL_SECONDS, TWIN_SECONDS, Output
+from fsdp_magic.notebook.output import Output
 
-LATER = 1000.0
+TWIN_SECONDS = 0.2
+PARTIAL_SECONDS = 0.5
 
 
 class Screen:
@@ -64,6 +65,14 @@ def test_a_partial_line_is_flushed_after_half_a_second() -> None:
     assert screen.lines == ["[rank 0] 50 %\n"]
 
 
+def test_a_line_that_keeps_growing_is_flushed_all_the_same() -> None:
+    screen = Screen(1)
+    for tenth in range(6):
+        screen.output.add(0, "stdout", ".", now=tenth / 10)
+        screen.output.show(now=tenth / 10)
+    assert screen.lines == ["[rank 0] ......\n"]
+
+
 def test_parts_of_a_line_are_joined() -> None:
     screen = Screen(1)
     screen.output.add(0, "stdout", "a", now=0.0)
@@ -100,6 +109,14 @@ def test_a_late_twin_does_not_overtake_its_own_rank() -> None:
     own = {rank: [x for x in screen.lines if f"{rank}]" in x or "0-1" in x] for rank in (0, 1)}
     assert [x[-2] for x in own[0]] == ["a", "b"]
     assert [x[-2] for x in own[1]] == ["b", "a"]
+
+
+def test_ranks_that_print_their_own_line_and_then_the_same_meet_again() -> None:
+    screen = Screen(2)
+    screen.output.add(0, "stdout", "mine 0\nsame\n", now=0.0)
+    screen.output.add(1, "stdout", "mine 1\nsame\n", now=0.1)
+    screen.output.show(now=TWIN_SECONDS + 0.2)
+    assert screen.lines == ["[rank 0] mine 0\n", "[rank 1] mine 1\n", "[ranks 0-1] same\n"]
 
 
 @pytest.mark.parametrize("seed", range(20))

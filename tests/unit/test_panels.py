@@ -665,6 +665,13 @@ def test_many_ranks_share_columns() -> None:
         assert "rank 63" in shown
 
 
+def test_ranks_without_a_column_are_named() -> None:
+    model = placement([parameter(f"layer_{i}.w", (i + 3, 1000), 64) for i in range(60)], 64)
+    for shown in (Page(mosaic.html(model)).text, mosaic.text(model)):
+        assert "ranks 9-61 differ and are not shown" in shown
+    assert "not shown" not in mosaic.text(gpt2_xl(64))
+
+
 def test_an_empty_model_is_shown() -> None:
     assert "0 tensors" in Page(mosaic.html(placement([], 2))).text
     assert "0 tensors" in mosaic.text(placement([], 2))

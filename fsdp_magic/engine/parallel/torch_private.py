@@ -60,7 +60,8 @@ def forget_iteration(model: nn.Module) -> None:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
     for _, root in units(model):
-        if root._get_fsdp_state()._is_root is not False:
+        # None: no forward ever began, so there is nothing to forget
+        if root._get_fsdp_state()._is_root:
             _reset_iteration_state(root)
 
 

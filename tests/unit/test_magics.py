@@ -1,0 +1,306 @@
+"""Every magic in a real shell: its line and cell become the right call of the session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from fsdp_magic.core.specs import InitSpec, TrainSpec, options_of
+from fsdp_magic.errors import CellFailedError, UsageError
+from fsdp_magic.notebook import magics
+from fsdp_magic.notebook import session as sessions
+
+
+class FakeSession:
+    """Notes what it is asked for; ``error`` is raised by every verb if it is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.spec = InitSpec(strategy="shard_grad_op")
+        self.runs: list[Any] = []
+        self.values: dict[str, Any] = {}
+        self.error: BaseException | None = None
+
+    def train_from(self, *args: Any, **options: Any) -> Any:
+        self.runs.append(SimpleNamespace(state="done" if self.error is None else "failed"))
+        self._note("train_from", args, options)
+        return self.runs[-1]
+
+    def pull(self, expression: str, **options: Any) -> Any:
+        self._note("pull", (expression,), options)
+        return self.values[expression]
+
+    def restart(self) -> FakeSession:
+        self._note("restart", (), {})
+        return self
+
+    def _note(self, verb: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.calls.append((verb, args, options))
+        if self.error is not None:
+            raise self.error
+
+    def __getattr__(self, verb: str) -> Callable[..., None]:
+        if verb not in ("run", "model", "shards", "status", "push", "shutdown"):
+            raise AttributeError(verb)
+        return lambda *args, **options: self._note(verb, args, options)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[InteractiveShell]:
+    config = Config({"HistoryManager": {"enabled": False}})
+    shell = InteractiveShell.instance(config=config, ipython_dir=str(tmp_path), colors="nocolor")
+    shell.run_line_magic("load_ext", "fsdp_magic")
+    yield shell
+    shell.restore_sys_module_state()
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
+    fake = FakeSession()
+    monkeypatch.setattr(sessions, "current", lambda: fake)
+    return fake
+
+
+@pytest.fixture
+def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "current", lambda: None)
+
+
+def ran(shell: InteractiveShell, cell: str) -> Any:
+    """Run a cell that must work; return its value."""
+    result = shell.run_cell(cell, store_history=True)
+    result.raise_error()
+    return result.result
+
+
+def test_init_asks_for_the_session_that_the_line_describes(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[InitSpec] = []
+    monkeypatch.setattr(sessions, "init_from", lambda spec: asked.append(spec) or "session")
+    value = ran(shell, "%fsdp_init -n 2 --device cpu --memory-limit 2GiB --seed 3 --restart # go")
+    spec = InitSpec(n=2, device="cpu", memory_limit="2GiB", seed=3, restart=True)
+    assert asked == [spec]
+    assert value == "session"
+
+
+def test_a_plain_cell_runs_on_the_ranks_asked_for(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    ran(shell, "x = 1")  # In [1]
+    ran(shell, "%%fsdp --ranks 0,2-3 --timeout 5\nx = 1\n")
+    options = {"ranks": "0,2-3", "timeout": 5.0, "name": "<%%fsdp [2]>"}
+    assert session.calls == [("run", ("x = 1\n",), options)]
+
+
+def test_cells_have_names_that_tell_them_apart(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    ran(shell, "%%fsdp\n1")
+    ran(shell, "%%fsdp\n1")
+    first, second = (options["name"] for _, _, options in session.calls)
+    assert first != second
+
+
+def test_a_model_cell_takes_names_and_strategy(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    ran(shell, '%%fsdp_model --strategy zero3 nets["G"] critic\nnets = 1\n')
+    [(verb, args, options)] = session.calls
+    assert (verb, args) == ("model", ("nets = 1\n", ('nets["G"]', "critic")))
+    assert options["strategy"] == "full_shard"
+
+
+def test_a_model_cell_without_options_has_the_sessions_defaults(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    ran(shell, "%%fsdp_model\nmodel = 1\n")
+    assert session.calls[0][2]["strategy"] == "shard_grad_op"
+
+
+def test_a_training_cell_becomes_a_spec(shell: InteractiveShell, session: FakeSession) -> None:
+    run = ran(shell, "%%fsdp_train --data d --steps 3 --accumulate 2\nloss = 1\n")
+    [(verb, args, _)] = session.calls
+    spec = TrainSpec(data="d", steps=3, accumulate=2)
+    assert (verb, args) == ("train_from", (spec, "loss = 1\n"))
+    assert run is session.runs[-1]
+
+
+def test_a_run_is_bound_to_its_name_and_not_shown_twice(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    value = ran(shell, "%%fsdp_train -o first --steps 3\nloss = 1\n")
+    assert shell.user_ns["first"] is session.runs[-1]
+    assert value is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [CellFailedError("rank 0: raised", exceptions={}), KeyboardInterrupt("stopped")],
+    ids=["failed", "interrupted"],
+)
+def test_a_run_is_bound_also_when_it_raises(
+    shell: InteractiveShell, session: FakeSession, error: BaseException
+) -> None:
+    session.error = error
+    result = shell.run_cell("%%fsdp_train -o run --steps 3\nloss = 1\n")
+    assert result.error_in_exec is error
+    assert shell.user_ns["run"].state == "failed"
+
+
+def test_a_refused_line_binds_no_run_of_an_earlier_cell(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    ran(shell, "%%fsdp_train --steps 3\nloss = 1\n")
+    result = shell.run_cell("%%fsdp_train -o run --steps 0\nloss = 1\n")
+    assert isinstance(result.error_in_exec, UsageError)
+    assert "run" not in shell.user_ns
+
+
+@pytest.mark.parametrize(
+    ("line", "call"),
+    [
+        ("%fsdp_status", ("status", (), {})),
+        ("%fsdp_status  # look", ("status", (), {})),
+        ("%fsdp_shards", ("shards", (), {})),
+        ('%fsdp_shards nets["G"]', ("shards", ('nets["G"]',), {})),
+        ("%fsdp_shutdown", ("shutdown", (), {})),
+    ],
+)
+def test_line_magics_ask_for_their_verb(
+    shell: InteractiveShell, session: FakeSession, line: str, call: Any
+) -> None:
+    ran(shell, line)
+    assert session.calls == [call]
+
+
+def test_restart_shows_the_fresh_ranks(shell: InteractiveShell, session: FakeSession) -> None:
+    ran(shell, "%fsdp_restart")
+    assert [verb for verb, _, _ in session.calls] == ["restart", "status"]
+
+
+def test_push_sends_the_notebooks_variables(shell: InteractiveShell, session: FakeSession) -> None:
+    shell.user_ns |= {"a": 1, "b": [2]}
+    ran(shell, "%fsdp_push a b")
+    assert session.calls == [("push", (), {"a": 1, "b": [2]})]
+
+
+@pytest.mark.parametrize("line", ["%fsdp_push", "%fsdp_push nothing_like_it"])
+def test_push_without_a_variable_is_refused(
+    shell: InteractiveShell, session: FakeSession, line: str
+) -> None:
+    assert isinstance(shell.run_cell(line).error_in_exec, UsageError)
+    assert session.calls == []
+
+
+def test_pull_binds_names_and_returns_the_value(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    session.values = {"x": 5}
+    assert ran(shell, "%fsdp_pull x --rank all --yes") == 5
+    assert shell.user_ns["x"] == 5
+    assert session.calls == [("pull", ("x",), {"rank": "all", "yes": True})]
+
+
+def test_pull_of_expressions_binds_only_those_that_are_names(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    session.values = {"x": 5, "y[0]": 6}
+    assert ran(shell, "%fsdp_pull x y[0]") == [5, 6]
+    assert shell.user_ns["x"] == 5
+    assert "y[0]" not in shell.user_ns
+
+
+def test_pull_without_an_expression_is_refused(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    assert isinstance(shell.run_cell("%fsdp_pull --rank 1").error_in_exec, UsageError)
+
+
+def test_a_failed_pull_binds_nothing(shell: InteractiveShell, session: FakeSession) -> None:
+    session.values = {"x": 5}
+    assert shell.run_cell("%fsdp_pull x missing").error_in_exec is not None
+    assert "x" not in shell.user_ns
+
+
+CELLS = [
+    "%%fsdp\n1",
+    "%%fsdp_model\nm = 1",
+    "%%fsdp_train\nloss = 1",
+    "%fsdp_shards",
+    "%fsdp_status",
+    "%fsdp_push a",
+    "%fsdp_pull a",
+    "%fsdp_restart",
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.split()[0])
+def test_without_engines_one_line_says_how_to_start_some(
+    shell: InteractiveShell, no_session: None, cell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["a"] = 1
+    result = shell.run_cell(cell)
+    assert isinstance(result.error_in_exec, UsageError)
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 1
+    assert "%fsdp_init" in lines[0]
+
+
+def test_shutting_down_nothing_is_fine(shell: InteractiveShell, no_session: None) -> None:
+    ran(shell, "%fsdp_shutdown")
+
+
+@pytest.mark.parametrize(
+    "cell", [*CELLS, "%fsdp_init", "%fsdp_shutdown"], ids=lambda c: c.split()[0]
+)
+def test_an_unknown_option_is_one_line_that_names_the_magic(
+    shell: InteractiveShell,
+    session: FakeSession,
+    cell: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line, newline, body = cell.partition("\n")
+    result = shell.run_cell(f"{line} --unknown-thing{newline}{body}")
+    assert isinstance(result.error_in_exec, UsageError)
+    shown = capsys.readouterr().out.strip()
+    assert len(shown.splitlines()) == 1
+    assert line.split()[0] in shown
+    assert "--unknown-thing" in shown
+    assert session.calls == []
+
+
+@pytest.mark.parametrize("name", sorted(magics._SPECS))
+def test_help_lists_every_option_and_an_example(shell: InteractiveShell, name: str) -> None:
+    method = shell.find_magic(name, "cell") or shell.find_magic(name, "line")
+    text = shell.object_inspect(name)["docstring"] or method.__doc__
+    assert "Example:" in text
+    assert f"%{name}" in text.partition("Example:")[2]
+    for option in options_of(magics._SPECS[name]).values():
+        assert option.help in text
+        assert all(flag in text for flag in option.flags[:1])
+
+
+@pytest.mark.parametrize("name", sorted(magics._EXAMPLES))
+def test_examples_in_the_help_can_be_typed(name: str) -> None:
+    line = magics._EXAMPLES[name].splitlines()[0]
+    magic, _, rest = line.partition(" ")
+    magics.parse(rest, magics._SPECS[name], magic=magic)
+
+
+def test_every_magic_says_what_it_does(shell: InteractiveShell) -> None:
+    ours = {
+        name: function
+        for kind in shell.magics_manager.magics.values()
+        for name, function in kind.items()
+        if name.startswith("fsdp")
+    }
+    assert len(ours) >= 10
+    assert all(function.__doc__ for function in ours.values())
