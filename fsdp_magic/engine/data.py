@@ -14,25 +14,17 @@ are taken as they are on each rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader
 
 from fsdp_magic.core.batch import GlobalBatch
 from fsdp_magic.core.errors import FsdpError
-
-DEFAULT_MICRO_BATCH_SIZE = 8
-Collate = Callable[[list[Any]], Any]
+from fsdp_magic.engine.batches import sample_count, to_device
+from fsdp_magic.engine.sources import Collate, Indexed, indexed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +100,7 @@ class Data:
         self._position = position
         self.notes: list[str] = []
         self._source = source
-        self._indexed = _indexed(source, shuffle=shuffle, collate=collate)
+        self._indexed = indexed(source, shuffle=shuffle, collate=collate)
         if self._indexed is None:
             self._refuse_for_ready_batches(shuffle=shuffle, collate=collate)
         self.micro_batch_size = None if self._indexed is None else batch.micro_batch_size
@@ -142,7 +134,7 @@ class Data:
 
     # -- map-style
 
-    def _take_indexed(self, data: _Indexed) -> list[Any] | None:
+    def _take_indexed(self, data: Indexed) -> list[Any] | None:
         position = self._position
         assert self.steps_per_epoch is not None
         if position.samples + self.batch.global_size > self._used_samples(data):
@@ -151,10 +143,10 @@ class Data:
             self._pending = data.read(self._epoch_indices(data))
         return [next(self._pending) for _ in range(self.batch.accumulate)]
 
-    def _used_samples(self, data: _Indexed) -> int:
+    def _used_samples(self, data: Indexed) -> int:
         return data.length // self.batch.global_size * self.batch.global_size
 
-    def _epoch_indices(self, data: _Indexed) -> list[list[int]]:
+    def _epoch_indices(self, data: Indexed) -> list[list[int]]:
         """Return this rank's micro-batches of indices for what is left of the epoch."""
         order = data.order(self._seed, self._position.epoch)
         steps = range(self._position.samples, self._used_samples(data), self.batch.global_size)
@@ -221,169 +213,6 @@ class Data:
         return int(length // shares // self.batch.accumulate)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Indexed:
-    """Data whose samples are found by index.
-
-    Attributes:
-        length: number of samples in an epoch.
-        order: (seed, epoch) -> the indices of an epoch, the same on all ranks.
-        read: micro-batches of indices -> collated batches.
-    """
-
-    length: int
-    order: Callable[[int, int], list[int]]
-    read: Callable[[list[list[int]]], Iterator[Any]]
-
-
-def micro_batch_size_of(source: Any, asked: int | None) -> int | None:
-    """Return the micro-batch size: as asked, a loader's own, or the default; None: not ours."""
-    if isinstance(source, DataLoader):
-        return asked if asked is not None else source.batch_size
-    if _is_map_style(source):
-        return asked if asked is not None else DEFAULT_MICRO_BATCH_SIZE
-    if asked is not None:
-        raise FsdpError(
-            f"--micro-batch-size {asked} cannot change batches that the data yields ready-made; "
-            "leave it out"
-        )
-    return None
-
-
-def sample_count(batch: Any) -> int | None:
-    """Return the number of samples of a batch: dim 0 of its tensors, if they agree."""
-    lengths = {len(tensor) for tensor in _tensors(batch) if tensor.ndim > 0}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
-def token_count(batch: Any) -> int | None:
-    """Return the number of tokens of a batch that says its ``input_ids``; None otherwise."""
-    if not isinstance(batch, Mapping):
-        return None
-    ids = batch.get("input_ids")
-    return ids.numel() if isinstance(ids, torch.Tensor) else None
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Return a batch with every tensor in it on a device; its structure is kept."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        moved = {key: to_device(item, device) for key, item in value.items()}
-        return moved if type(value) is dict else _rebuilt(value, moved)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
-    return value
-
-
-def _rebuilt(value: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class (a BatchEncoding, say); a dict if it cannot be made."""
-    try:
-        return type(value)(moved)  # type: ignore[call-arg]
-    except TypeError:
-        return moved
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _indexed(source: Any, *, shuffle: bool, collate: Collate | None) -> _Indexed | None:
-    """Return map-style data as such; None for ready batches."""
-    if isinstance(source, DataLoader):
-        return _indexed_loader(source, shuffle=shuffle, collate=collate)
-    if isinstance(source, IterableDataset):
-        raise FsdpError(
-            "an IterableDataset yields samples one by one; wrap it: DataLoader(dataset, "
-            "batch_size=8)"
-        )
-    if _is_map_style(source):
-        collate = collate or default_collate
-        return _Indexed(
-            length=len(source),
-            order=lambda seed, epoch: _order(len(source), seed, epoch, shuffle=shuffle),
-            read=lambda batches: (collate([source[i] for i in batch]) for batch in batches),
-        )
-    if isinstance(source, Iterable):
-        return None
-    raise FsdpError(
-        f"--data is a {type(source).__name__}, which holds no batches; it takes a data set, a "
-        "list, a DataLoader or an iterable of batches"
-    )
-
-
-def _indexed_loader(
-    loader: DataLoader[Any], *, shuffle: bool, collate: Collate | None
-) -> _Indexed | None:
-    """Return a loader's data with its workers kept; None if the loader makes whole batches."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        return None
-    if type(loader.batch_sampler) is not BatchSampler:  # the person's own
-        return None
-    length = len(loader.sampler)  # type: ignore[arg-type]  # samplers of map-style data have one
-
-    def order(seed: int, epoch: int) -> list[int]:
-        return _sampler_order(loader, seed, epoch, shuffle=shuffle)
-
-    def read(batches: list[list[int]]) -> Iterator[Any]:
-        return iter(
-            DataLoader(
-                loader.dataset,
-                batch_sampler=batches,
-                collate_fn=collate or loader.collate_fn,
-                num_workers=loader.num_workers,
-                pin_memory=loader.pin_memory,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-                prefetch_factor=loader.prefetch_factor,
-            )
-        )
-
-    return _Indexed(length=length, order=order, read=read)
-
-
-def _sampler_order(
-    loader: DataLoader[Any], seed: int, epoch: int, *, shuffle: bool
-) -> list[int]:
-    """Return the order a loader's sampler gives, the same on all ranks."""
-    sampler = loader.sampler
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        return _order(len(sampler), seed, epoch, shuffle=shuffle)
-    if isinstance(sampler, SequentialSampler):
-        return list(range(len(sampler)))
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_epoch_seed(seed, epoch))
-        return [int(index) for index in sampler]
-
-
-def _order(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    if not shuffle:
-        return list(range(length))
-    generator = torch.Generator().manual_seed(_epoch_seed(seed, epoch))
-    return [int(i) for i in torch.randperm(length, generator=generator).tolist()]
-
-
-def _epoch_seed(seed: int, epoch: int) -> int:
-    return (seed * 1_000_003 + epoch) % 2**63
-
-
-def _is_map_style(source: Any) -> bool:
-    known = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    return known and not isinstance(source, (Mapping, str, bytes, DataLoader))
-
-
 def _every(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[Any]:
     """Yield every ``ranks``-th batch from the ``rank``-th on; all ranks get equally many."""
     while (together := _first(batches, ranks)) is not None:
@@ -394,4 +223,3 @@ def _first(batches: Iterator[Any], count: int) -> list[Any] | None:
     """Return the next batches; None if fewer are left."""
     taken = [batch for _, batch in zip(range(count), batches)]
     return taken if len(taken) == count else None
-

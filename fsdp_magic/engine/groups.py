@@ -6,25 +6,21 @@ every ``new_group()`` without a named backend, is a ``SwappableGroup``: a ``Proc
 forwards to an inner group by the tensor's device. When a cell fails, each rank breaks its inner
 groups, which frees every peer that waits in one; then all ranks make new inner groups in the
 same order, and the holders never notice.
-
-Breaking gloo: none of its own calls ends a collective that waits for a peer, but shutting down
-the established sockets does, on both sides. Its listening socket must be left alone: gloo ends
-the process when that one fails. Sockets are recorded while an inner group is made.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+
+from fsdp_magic.engine.sockets import recorded_sockets, shut_down
 
 BACKEND = "fsdp_magic"
 _LOOPBACK = "lo"
@@ -98,7 +94,7 @@ class SwappableGroup(dist.ProcessGroup):
         self._generation = generation
         self._cuda = None
         self._meet()
-        with _recorded_sockets() as self._sockets:
+        with recorded_sockets() as self._sockets:
             self._cpu = self._gloo(f"cpu{generation}")
 
     def _meet(self) -> None:
@@ -112,7 +108,7 @@ class SwappableGroup(dist.ProcessGroup):
     def disconnect(self) -> None:
         """Make every collective that waits in this group, here or on a peer, fail at once."""
         for descriptor, link in self._sockets.items():
-            _shut_down(descriptor, link)
+            shut_down(descriptor, link)
         self._sockets = {}
         if self._cuda is not None:
             self._cuda.abort()
@@ -305,40 +301,3 @@ def _devices(value: Any) -> Iterator[str]:
 def _interface() -> str:
     """Return the network interface of gloo; loopback unless a person named another."""
     return os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK)
-
-
-@contextmanager
-def _recorded_sockets() -> Iterator[dict[int, str]]:
-    """Collect the sockets that are opened inside, as descriptor -> kernel's name of it."""
-    opened: dict[int, str] = {}
-    before = _sockets()
-    yield opened
-    opened.update(
-        (descriptor, link)
-        for descriptor, link in _sockets().items()
-        if before.get(descriptor) != link
-    )
-
-
-def _sockets() -> dict[int, str]:
-    found: dict[int, str] = {}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            link = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-        if link.startswith("socket:"):
-            found[int(entry)] = link
-    return found
-
-
-def _shut_down(descriptor: int, link: str) -> None:
-    """Shut an established connection down, if the descriptor still is that socket."""
-    try:
-        if os.readlink(f"/proc/self/fd/{descriptor}") != link:
-            return
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # already closed, which is what was wanted
-        return

@@ -14,36 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine import gradients
+from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.cells import Cell
-from fsdp_magic.engine.data import Data, StepBatches, token_count
+from fsdp_magic.engine.data import Data, StepBatches
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.records import Records
 from fsdp_magic.engine.telemetry import MemoryWatch
+from fsdp_magic.engine.trained import Trained
 from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.world import World
-
-@dataclass(slots=True, kw_only=True)
-class Trained:
-    """What a run trains.
-
-    Attributes:
-        optimizers: by name; every one of them steps.
-        parameters: every parameter in them, once.
-        whole: those of them that each rank holds whole.
-    """
-
-    optimizers: dict[str, Optimizer]
-    parameters: list[torch.Tensor]
-    whole: list[torch.Tensor]
 
 
 class StepLoop:

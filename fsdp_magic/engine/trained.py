@@ -1,0 +1,95 @@
+"""ENGINE: what a run trains: the bound optimizers, their parameters, and what looks wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, repoint
+from fsdp_magic.engine.parallel import torch_private
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.reachable import reachable
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """What a run trains.
+
+    Attributes:
+        optimizers: by name; every one of them steps.
+        parameters: every parameter in them, once.
+        whole: those of them that each rank holds whole.
+    """
+
+    optimizers: dict[str, Optimizer]
+    parameters: list[torch.Tensor]
+    whole: list[torch.Tensor]
+
+
+def find_trained(
+    namespace: Mapping[str, Any], models: list[ShardedModel]
+) -> tuple[Trained, list[str]]:
+    """Return what the bound optimizers train, and sentences about what looks wrong.
+
+    Raises:
+        FsdpError: if there is nothing to train.
+    """
+    optimizers = reachable(namespace, Optimizer)
+    if not optimizers:
+        raise FsdpError(
+            "no optimizer is bound on the engines; make one in %%fsdp_model: "
+            "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        )
+    for optimizer in optimizers.values():
+        for model in models:  # one made between a forward and now holds gathered parameters
+            repoint(optimizer, torch_private.sharded_of_unsharded(model.module))
+    refuse_shared(optimizers)
+    parameters = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
+    whole = [p for p in parameters if not isinstance(p, DTensor)]
+    trained = Trained(optimizers=optimizers, parameters=parameters, whole=whole)
+    return trained, [*_unoptimized(models, parameters), *_unstepped_schedulers(namespace)]
+
+
+def _unoptimized(models: list[ShardedModel], parameters: list[torch.Tensor]) -> list[str]:
+    held = {id(parameter) for parameter in parameters}
+    missing = [
+        f"{model.name}.{name}"
+        for model in models
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in held
+    ]
+    # a model no part of which is optimized is a teacher, not a mistake
+    partly = [m for m in models if any(id(p) in held for p in m.module.parameters())]
+    missing = [name for name in missing if any(name.startswith(f"{m.name}.") for m in partly)]
+    if not missing:
+        return []
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return [f"in no optimizer, so not trained: {', '.join(missing[:3])}{more}"]
+
+
+def _unstepped_schedulers(namespace: Mapping[str, Any]) -> list[str]:
+    names = reachable(namespace, LRScheduler)
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: learning rate schedulers are not stepped by %%fsdp_train yet; the "
+        "learning rate stays as it is"
+    ]
+
+
+def put_in_train_mode(models: list[ShardedModel], trained: Trained) -> list[str]:
+    """Put models of which a part is trained into train mode, and say which were not."""
+    held = {id(parameter) for parameter in trained.parameters}
+    changed = []
+    for model in models:
+        if any(id(p) in held for p in model.module.parameters()) and not model.module.training:
+            model.module.train()
+            changed.append(model.name)
+    return [f"{name} was in eval mode and is in train mode now" for name in changed]
