@@ -60,7 +60,7 @@ def _nothing_left(test_run: str, kept_sessions: list[Any]) -> Iterator[None]:
     environment, threads = _environment(), set(threading.enumerate())
     directory, ports = os.environ["TMPDIR"], _listening()
     yield
-    kept = {s._cluster.directory for s in kept_sessions if s._cluster is not None}
+    kept = {s.engines.cluster.directory for s in kept_sessions if s.running}
     changed = {
         name: (environment.get(name), os.environ.get(name))
         for name in environment.keys() | _environment().keys()

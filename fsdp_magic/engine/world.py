@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import JoinRequest
 from fsdp_magic.engine.groups import BACKEND, Groups
+from fsdp_magic.engine.parallel.torch_private import align_group_count
 from fsdp_magic.engine.randomness import seed_all
 from fsdp_magic.engine.vote import Vote
 
@@ -80,7 +81,7 @@ class World:
         """
         self.groups.reconnect(generation)
         self.page.clear_ballots(self.rank)
-        dist.barrier()  # nobody votes before all have cleared their ballots
+        align_group_count()  # also: nobody votes before all have cleared their ballots
         self.vote = self._fresh_vote()
 
     def names(self) -> dict[str, Any]:

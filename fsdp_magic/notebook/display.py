@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import weakref
 from typing import Any
 
 _LOG = logging.getLogger("fsdp_magic")
@@ -52,11 +53,31 @@ def show(html: str, text: str) -> None:
     Panel().draw(html, text, final=True)
 
 
+_CELL_OF: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+
+def mark_shown(value: object) -> None:
+    """Note that the cell that runs has drawn a value."""
+    shell = _shell()
+    if shell is not None:
+        _CELL_OF[value] = shell.execution_count
+
+
+def is_shown(value: object) -> bool:
+    """Return whether the cell that runs has drawn a value, so that ``Out`` need not repeat it."""
+    shell = _shell()
+    return shell is not None and _CELL_OF.get(value) == shell.execution_count
+
+
 def write(stream: str, text: str) -> None:
     """Write what a rank printed to the stream of the same name."""
     target = sys.stdout if stream == "stdout" else sys.stderr
     target.write(text)
     target.flush()
+
+
+def discard(stream: str, text: str) -> None:
+    """Write nothing, where a person asked to see nothing."""
 
 
 def _shell() -> Any:

@@ -16,6 +16,7 @@ from fsdp_magic.core.protocol import (
     RunState,
     StepRecords,
 )
+from fsdp_magic.notebook import display
 
 
 class RankProgress:
@@ -62,6 +63,8 @@ class Run:
         seconds: since its first step began.
         metrics: a list per name, one value per step.
         notes: sentences a person should read.
+        message: why it failed, in one line.
+        last_frame: the panel that stays, as HTML and as text; None while it runs.
     """
 
     def __init__(self, *, run_id: int, world_size: int, accumulate: int) -> None:
@@ -75,6 +78,7 @@ class Run:
         self.metrics: dict[str, list[float]] = {}
         self.notes: list[str] = []
         self.message = ""
+        self.last_frame: tuple[str, str] | None = None
         self.first_step = 0
         self.ranks = [RankProgress() for _ in range(world_size)]
 
@@ -160,8 +164,8 @@ class Run:
         if isinstance(error, KeyboardInterrupt):
             self.state = "stopped"
             error.args = (f"Training stopped after step {self.steps}.",)
-        else:
-            self.state = "failed"
+            return
+        self.state = "failed"
         self.message = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def _take_sizes(self, report: ProgressReport | RunReport) -> None:
@@ -171,6 +175,17 @@ class Run:
 
     def _note(self, notes: Sequence[str]) -> None:
         self.notes.extend(note for note in notes if note not in self.notes)
+
+    def show(self) -> None:
+        """Show the panel that stayed of it."""
+        if self.last_frame is not None:
+            display.show(*self.last_frame)
+            display.mark_shown(self)
+
+    def _ipython_display_(self) -> None:
+        """Show the panel where a cell ends in the run, unless the cell has just drawn it."""
+        if not display.is_shown(self):
+            self.show()
 
     def __repr__(self) -> str:
         losses = self.losses

@@ -36,16 +36,18 @@ class TrainingPanel:
         now = time.monotonic()
         if self._show and now - self._drawn_at >= _FRAME_SECONDS:
             self._drawn_at = now
-            self._draw(final=False)
+            self._panel.draw(*self._frame(), final=False)
 
     def finish(self) -> None:
-        """Draw the last frame, which stays in the saved notebook."""
+        """Draw the last frame, which stays in the saved notebook and with the run."""
+        self._run.last_frame = self._frame()
         if self._show:
-            self._draw(final=True)
+            self._panel.draw(*self._run.last_frame, final=True)
+            display.mark_shown(self._run)
 
-    def _draw(self, *, final: bool) -> None:
+    def _frame(self) -> tuple[str, str]:
         view = self.view()
-        self._panel.draw(training.html(view), training.text(view), final=final)
+        return training.html(view), training.text(view)
 
     def view(self) -> TrainingView:
         """Return what the panel shows at this moment."""

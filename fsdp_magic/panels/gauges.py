@@ -2,16 +2,18 @@
 
 The parts of a bar add up to the used bytes exactly: each takes what is left of them, in the
 order parameters, gradients, optimizer state, activations, cache, and other is the rest. A tick
-marks the peak. All numbers of a panel are in one unit, so that columns align.
+marks the peak. All numbers of a panel are in one unit, so that columns align. A full bar is the
+device; where that is not known, or is so large that every bar would be empty, it is a round
+size, which is said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_magic.core.protocol import DeviceSample, MemorySample
-from fsdp_magic.core.units import UNKNOWN
+from fsdp_magic.core.units import UNKNOWN, bytes_text
 from fsdp_magic.panels.parts import (
     GREY,
     ORANGE,
@@ -25,6 +27,9 @@ from fsdp_magic.panels.parts import (
 
 TIGHT, NEARLY_FULL = 0.88, 0.95
 """Shares of the capacity, at the peak and without cache, from which a rank is marked."""
+
+_EMPTY = 1 / 32
+"""A device is no measure for bars that are all shorter than this share of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,7 @@ class Gauge:
         memory: what the bar is cut from; None: not known yet.
         peak_bytes: where the tick is; None: no tick.
         activity: how busy the device is.
+        magnified: whether the device is no measure for the bar.
     """
 
     rank: int
@@ -73,6 +79,7 @@ class Gauge:
     memory: MemorySample | None
     peak_bytes: int | None
     activity: DeviceSample = UNKNOWN_ACTIVITY
+    magnified: bool = False
 
     @property
     def used_bytes(self) -> int | None:
@@ -83,6 +90,11 @@ class Gauge:
     def capacity_bytes(self) -> int | None:
         """Size of the device, if known."""
         return None if self.memory is None else self.memory.capacity_bytes
+
+    @property
+    def full_bytes(self) -> int | None:
+        """What a full bar means, if that is the device's size."""
+        return None if self.magnified else self.capacity_bytes
 
     @property
     def highest_bytes(self) -> int:
@@ -108,18 +120,47 @@ def parts_of(memory: MemorySample) -> tuple[int, ...]:
 def unit_of(gauges: Sequence[Gauge]) -> MemoryUnit:
     """Choose one unit for a panel."""
     return memory_unit(
-        count for gauge in gauges for count in (gauge.highest_bytes or None, gauge.capacity_bytes)
+        count for gauge in gauges for count in (gauge.highest_bytes or None, gauge.full_bytes)
     )
 
 
+def measured(gauges: Sequence[Gauge]) -> list[Gauge]:
+    """Return gauges as they are drawn: magnified where every bar would be empty."""
+    known = [gauge for gauge in gauges if gauge.memory is not None and gauge.highest_bytes]
+    if not known or any(g.highest_bytes > _EMPTY * (g.capacity_bytes or 0) for g in known):
+        return list(gauges)
+    return [replace(gauge, magnified=True) for gauge in gauges]
+
+
 def full_bytes(gauges: Sequence[Gauge]) -> int:
-    """Return what a full bar means where a capacity is not known: the largest peak."""
-    return max((gauge.highest_bytes for gauge in gauges), default=0) or 1
+    """Return what a full bar means where the device is no measure.
+
+    It is the next round size (1, 1½, 2, 3, 4, 6, …) above the largest peak, so that bars do not
+    move with every new peak.
+    """
+    highest = max((gauge.highest_bytes for gauge in gauges), default=0) or 1
+    power = 1 << (highest - 1).bit_length()
+    return 3 * power // 4 if highest <= 3 * power // 4 else power
+
+
+def scale_text(gauges: Sequence[Gauge]) -> str:
+    """Return what a full bar means, where it is not the capacity; else nothing."""
+    known = [gauge for gauge in gauges if gauge.memory is not None]
+    if not known or all(gauge.full_bytes is not None for gauge in known):
+        return ""
+    return f"full bar {bytes_text(full_bytes(gauges))}"
+
+
+def capacity_text(capacity_bytes: int | None, unit: MemoryUnit) -> str:
+    """Return a capacity in the panel's unit, or in its own if that is far larger."""
+    if capacity_bytes is not None and capacity_bytes >= 1024 * unit.size:
+        return bytes_text(capacity_bytes)
+    return unit.text(capacity_bytes)
 
 
 def share(gauge: Gauge, count: int, largest: int) -> float:
     """Return which part of a rank's bar some bytes take, 0 to 1."""
-    full = max(gauge.capacity_bytes or largest, gauge.used_bytes or 0, 1)
+    full = max(gauge.full_bytes or largest, gauge.used_bytes or 0, 1)
     return min(1.0, max(0.0, count / full))
 
 
@@ -129,7 +170,7 @@ def bar(gauge: Gauge, *, unit: MemoryUnit, largest: int, height: int = 12) -> st
     Args:
         gauge: the rank.
         unit: of its numbers.
-        largest: what a full bar means if its capacity is not known.
+        largest: what a full bar means if it is not the device.
         height: in pixels.
     """
     words = breakdown(gauge, unit)

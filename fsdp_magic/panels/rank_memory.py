@@ -16,9 +16,12 @@ from fsdp_magic.panels.gauges import (
     Gauge,
     bar,
     breakdown,
+    capacity_text,
     full_bytes,
     legend,
     letters,
+    measured,
+    scale_text,
     share,
     unit_of,
     warning,
@@ -57,10 +60,11 @@ def html(gauges: Sequence[Gauge], *, at_peak: bool) -> str:
     """
     if not gauges:
         return ""
+    gauges = measured(gauges)
     shown, labels = _shown(gauges)
     strip = ""
     if len(shown) < len(gauges):
-        high = "largest peak" if any(g.capacity_bytes is None for g in gauges) else "capacity"
+        high = scale_text(gauges) or "capacity"
         strip = heat_strip.html(_heat(gauges), heading=_heat_heading(gauges), low="0", high=high)
     title = f"{'Memory at peak' if at_peak else 'Memory'}, {unit_of(gauges).name}"
     # The devices take what room is left, so that no name, however long, adds a line.
@@ -79,6 +83,7 @@ def text(gauges: Sequence[Gauge], *, at_peak: bool) -> list[str]:
     """Return the same as lines of text; see ``html``."""
     if not gauges:
         return []
+    gauges = measured(gauges)
     shown, labels = _shown(gauges)
     lines = _lines(shown, labels, at_peak=at_peak)
     if len(shown) < len(gauges):
@@ -137,7 +142,7 @@ def _table(gauges: Sequence[Gauge], labels: Sequence[str], *, at_peak: bool) -> 
     head = (
         head_cell("rank", style=FIRST)
         + (head_cell("device") if columns.names else "")
-        + head_cell(hidden("memory"))
+        + head_cell(hidden("memory") + scale_text(gauges))
         + "".join(
             head_cell(name + _TICK_KEY * (name == "peak used"), right=True)
             for name in columns.heads
@@ -168,7 +173,10 @@ def _lines(gauges: Sequence[Gauge], labels: Sequence[str], *, at_peak: bool) -> 
     key = "  ".join(f"{part.letter} {part.name}" for part in PARTS)
     fullest = max(gauges, key=lambda gauge: gauge.highest_bytes)
     moment = f"rank {fullest.rank}: {breakdown(fullest, columns.unit)}"
-    return [*text_table(rows, left=2), key + ("" if at_peak else "  | peak used"), moment]
+    key += "" if at_peak else "  | peak used"
+    if scale := scale_text(gauges):
+        key += f"  {scale}"
+    return [*text_table(rows, left=2), key, moment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,10 +215,9 @@ class _Columns:
 
     def numbers(self, gauge: Gauge) -> list[str]:
         """Return the numbers of a rank, as text."""
-        sizes = [gauge.used_bytes, gauge.capacity_bytes]
-        if not self.at_peak:
-            sizes.insert(1, gauge.peak_bytes)
+        sizes = [gauge.used_bytes] if self.at_peak else [gauge.used_bytes, gauge.peak_bytes]
         values = [self.unit.text(size) for size in sizes]
+        values.append(capacity_text(gauge.capacity_bytes, self.unit))
         activity = gauge.activity
         values += [percent_text(activity.utilisation_percent)] if self.utilisation else []
         values += [_whole(activity.temperature_celsius)] if self.temperature else []

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 from fsdp_magic.core.protocol import RankStatus
 from fsdp_magic.core.units import UNKNOWN
-from fsdp_magic.panels.gauges import Gauge, bar, full_bytes, legend, letters, unit_of
+from fsdp_magic.panels.gauges import (
+    Gauge,
+    bar,
+    capacity_text,
+    full_bytes,
+    legend,
+    letters,
+    measured,
+    scale_text,
+    unit_of,
+)
 from fsdp_magic.panels.parts import (
     FIRST,
     SMALL,
@@ -33,7 +43,7 @@ def html(ranks: Sequence[RankStatus], *, stamp: str, heading: str = "") -> str:
         stamp: when they were asked, as text.
         heading: text above; without it the number of ranks.
     """
-    gauges = [_gauge(rank) for rank in ranks]
+    gauges = measured([_gauge(rank) for rank in ranks])
     unit, largest = unit_of(gauges), full_bytes(gauges)
     rows = [
         row(_place_cells(rank) + _memory_cells(rank, gauge, unit, largest) + _work_cells(rank))
@@ -42,7 +52,7 @@ def html(ranks: Sequence[RankStatus], *, stamp: str, heading: str = "") -> str:
     head = (
         head_cell("rank", style=FIRST)
         + "".join(head_cell(name) for name in ("host", "pid", "device", "name"))
-        + head_cell(f"memory, {unit.name}")
+        + head_cell(_memory_head(gauges, unit))
         + "".join(head_cell(name, right=True) for name in _SIZES)
         + head_cell("models")
         + head_cell("steps", right=True)
@@ -58,10 +68,10 @@ def html(ranks: Sequence[RankStatus], *, stamp: str, heading: str = "") -> str:
 
 def text(ranks: Sequence[RankStatus], *, stamp: str, heading: str = "") -> str:
     """Return the same as text; see ``html``."""
-    gauges = [_gauge(rank) for rank in ranks]
+    gauges = measured([_gauge(rank) for rank in ranks])
     unit, largest = unit_of(gauges), full_bytes(gauges)
     place_heads = ["rank", "host", "pid", "device", "name"]
-    lines = [[*place_heads, f"memory, {unit.name}", "models", *_SIZES, "steps"]]
+    lines = [[*place_heads, _memory_head(gauges, unit), "models", *_SIZES, "steps"]]
     for rank, gauge in zip(ranks, gauges, strict=True):
         place = [str(rank.rank), one_line(rank.host), str(rank.pid), one_line(rank.device)]
         drawn = f"[{letters(gauge, largest=largest, width=16)}]"
@@ -82,6 +92,11 @@ def _gauge(rank: RankStatus) -> Gauge:
     )
 
 
+def _memory_head(gauges: Sequence[Gauge], unit: MemoryUnit) -> str:
+    scale = scale_text(gauges)
+    return f"memory, {unit.name}" + (f", {scale}" if scale else "")
+
+
 def _count(ranks: Sequence[RankStatus]) -> str:
     return f"{len(ranks)} rank{'s' if len(ranks) != 1 else ''}"
 
@@ -92,8 +107,8 @@ def _models(rank: RankStatus) -> str:
 
 def _sizes(rank: RankStatus, unit: MemoryUnit) -> list[str]:
     memory = rank.memory
-    sizes = (memory.used_bytes, memory.peak_allocated_bytes, memory.capacity_bytes)
-    return [unit.text(size) for size in sizes]
+    sizes = [unit.text(size) for size in (memory.used_bytes, memory.peak_allocated_bytes)]
+    return [*sizes, capacity_text(memory.capacity_bytes, unit)]
 
 
 def _place_cells(rank: RankStatus) -> str:

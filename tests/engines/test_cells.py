@@ -343,17 +343,13 @@ def test_a_group_made_before_a_failure_works_after_it(session: Session) -> None:
     assert results(session, code) == ["2.0", "2.0"]
 
 
-@pytest.mark.xfail(strict=True, reason="torch counts groups per rank; recover must align them")
 def test_a_rank_that_waits_for_a_new_group_is_released_and_groups_can_be_made_again(
     session: Session,
 ) -> None:
     code = "if rank == 0: raise ValueError('x')\ndist.new_group([0, 1])"
     session.run("import torch.distributed as dist", show=False)
-    try:
-        assert failed(session, code).ranks == (0,)
-        session.run("dist.barrier(dist.new_group([0, 1]))", show=False, timeout=2)
-    finally:
-        session.shutdown()  # the next test gets fresh engines
+    assert failed(session, code).ranks == (0,)
+    session.run("dist.barrier(dist.new_group([0, 1]))", show=False, timeout=5)
 
 
 def test_many_failures_in_a_row_leave_the_session_in_order(session: Session) -> None:

@@ -84,7 +84,7 @@ def test_init_twice_gives_the_same_session_until_a_restart_is_asked_for() -> Non
 def test_shutdown_is_quick_leaves_nothing_and_can_be_said_twice() -> None:
     before = directories()
     with Session(InitSpec(n=2, device="cpu")) as session:
-        directory = Path(session._cluster.directory)  # type: ignore[union-attr]
+        directory = Path(session.engines.cluster.directory)
         pids = [status.pid for status in session.status(show=False)]
         assert directories() - before == {directory}
         started = time.monotonic()
@@ -293,7 +293,7 @@ dist.all_reduce(torch.ones(3))
 
 
 def test_files_are_the_owners_only(session: Session) -> None:
-    root = Path(session._cluster.directory)  # type: ignore[union-attr]
+    root = Path(session.engines.cluster.directory)
 
     def mode(path: Path) -> int:
         return stat.S_IMODE(path.stat().st_mode)
@@ -307,7 +307,7 @@ def test_files_are_the_owners_only(session: Session) -> None:
 
 
 def test_nothing_is_written_to_the_persons_own_profile(session: Session) -> None:
-    directory = session._cluster.directory  # type: ignore[union-attr]
+    directory = session.engines.cluster.directory
     opened = [
         file.path
         for process in processes_of(os.getpid())

@@ -14,7 +14,7 @@ from equality import Case, Trajectory, assert_equal, on_engines, single_process
 CASE = Case()
 
 SAVE = """
-from fsdp_magic.engine import gradients, optimizers, step
+from fsdp_magic.engine import gradients, modeling, optimizers, step
 from fsdp_magic.engine import data as data_module
 from fsdp_magic.engine.parallel import fsdp
 _originals = [
@@ -24,21 +24,24 @@ _originals = [
     (data_module.Data, "take"), (data_module.Data, "_epoch_indices"),
 ]
 _originals = [(owner, name, getattr(owner, name)) for owner, name in _originals]
-_modeling_repoint = None
+world_size_ = world_size
 """
 RESTORE = """
 for owner, name, value in _originals:
     setattr(owner, name, value)
-from fsdp_magic.engine import modeling
 modeling.repoint = optimizers.repoint
 """
 
 MUTATIONS = {
     "gradient x world": """
-fsdp._set_divide_factor = lambda models, factor, _o=fsdp._set_divide_factor: _o(models, 1 / world_size_)
+def _set(models, factor, _o=fsdp._set_divide_factor):
+    _o(models, 1 / world_size_)
+fsdp._set_divide_factor = _set
 """,
     "gradient / world": """
-fsdp._set_divide_factor = lambda models, factor, _o=fsdp._set_divide_factor: _o(models, float(world_size_))
+def _set(models, factor, _o=fsdp._set_divide_factor):
+    _o(models, float(world_size_))
+fsdp._set_divide_factor = _set
 """,
     "gradient x accumulation": """
 def _backward(self, loss, weight, _o=step.StepLoop._backward):
@@ -116,7 +119,9 @@ def total_norm(parameters, *, world_size, _o=gradients.total_norm):
 gradients.total_norm = total_norm
 """,
     "whole parameters counted once a rank": """
-gradients.total_norm = lambda parameters, *, world_size, _o=gradients.total_norm: _o(parameters, world_size=1)
+def total_norm(parameters, *, world_size, _o=gradients.total_norm):
+    return _o(parameters, world_size=1)
+gradients.total_norm = total_norm
 """,
     "whole parameters not reduced": """
 gradients.reduce_whole = lambda parameters: None
@@ -148,7 +153,7 @@ def case_for(mutation: str) -> Case:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_equality_catches(session, mutation):
     case = case_for(mutation)
-    session.run(SAVE + "\nfrom fsdp_magic.engine import modeling\nworld_size_ = world_size", show=False)
+    session.run(SAVE, show=False)
     session.run(MUTATIONS[mutation], show=False)
     try:
         with pytest.raises(AssertionError):

@@ -47,9 +47,9 @@ finally:
 """,
     "after forward": "logits = model(input_ids=batch).logits\n1 / 0",
     "backward, between blocks": """
-handle = model.transformer.h[0].register_forward_hook(
-    lambda module, args, out: Boom.apply(out) if torch.is_tensor(out) else (Boom.apply(out[0]), *out[1:])
-)
+def boom(module, args, out):
+    return Boom.apply(out) if torch.is_tensor(out) else (Boom.apply(out[0]), *out[1:])
+handle = model.transformer.h[0].register_forward_hook(boom)
 logits = model(input_ids=batch).logits
 handle.remove()
 """,

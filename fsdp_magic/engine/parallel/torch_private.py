@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -80,6 +81,19 @@ def _reset_iteration_state(root: Any) -> None:
             group._to_sharded()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
+
+
+def align_group_count() -> None:
+    """Let all ranks count process groups alike, so that the next ``new_group`` meets.
+
+    torch names a group by how many this rank has made, and a failure may have kept some ranks
+    from making one.
+
+    Collective: every rank must call this.
+    """
+    count = torch.tensor([distributed_c10d._world.group_count])
+    distributed_c10d.all_reduce(count, op=distributed_c10d.ReduceOp.MAX)
+    distributed_c10d._world.group_count = int(count)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

@@ -1,0 +1,205 @@
+"""KERNEL: the engines as ranks: given their places, asked together, brought back into order.
+
+A cluster knows processes and engine ids; a session speaks of ranks. Between them stands this: it
+sends a request to ranks, follows it, recovers the world after a failure, and remembers when it
+cannot be recovered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
+from fsdp_magic.core.protocol import HelloReport, HelloRequest, RecoverRequest, Reply
+from fsdp_magic.core.units import ranks_text
+from fsdp_magic.notebook.cluster import Cluster
+from fsdp_magic.notebook.display import discard
+from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
+from fsdp_magic.notebook.outcomes import failure_of
+from fsdp_magic.notebook.output import Output
+from fsdp_magic.notebook.run import Run
+from fsdp_magic.notebook.world import WorldPlan
+
+_QUICK_SECONDS = 30.0
+
+
+class Engines:
+    """Running engines, one a rank.
+
+    Args:
+        plan: the world to start.
+
+    Attributes:
+        cluster: their processes.
+        broken: why nothing can be asked any more; None: all is well.
+    """
+
+    def __init__(self, plan: WorldPlan) -> None:
+        self.cluster = Cluster(plan.n, environment=plan.environment)
+        self.broken: FsdpError | None = None
+        self._plan = plan
+        self._ranks: dict[int, int] = {}
+        self._generation = 1
+        self._interruptions = Interruptions()
+        try:
+            self.cluster.start()
+            self._join()
+        except BaseException:
+            self.cluster.stop()
+            raise
+
+    def stop(self) -> None:
+        """End them."""
+        self.cluster.stop()
+
+    def ask(
+        self,
+        verb: str,
+        requests: Mapping[int, Any],
+        *,
+        write: Callable[[str, str], None],
+        timeout: float | None = None,
+        run: Run | None = None,
+        on_tick: Callable[[], None] | None = None,
+    ) -> tuple[dict[int, Reply], Output]:
+        """Send a request to ranks, follow it, and turn failures into exceptions.
+
+        Args:
+            verb: what to do.
+            requests: by rank.
+            write: called with a stream's name and a labelled line that ranks printed.
+            timeout: seconds it may take; None: any time.
+            run: takes the progress; with one, an interrupt asks for a clean stop first.
+            on_tick: called some twenty times a second.
+        """
+        if self.broken is not None:
+            raise self.broken
+        self._check_dead(tuple(self._ranks[engine_id] for engine_id in self.cluster.dead))
+        engines = {rank: engine_id for engine_id, rank in self._ranks.items()}
+        asked = {engines[rank]: request for rank, request in requests.items()}
+        output = Output(sorted(requests), write=write)
+        with self._interruptions:  # from before it is sent until the ranks are in order again
+            outcome = Follower(
+                ranks={engine_id: self._ranks[engine_id] for engine_id in asked},
+                events=self.cluster.send(verb, asked),
+                output=output,
+                interruptions=self._interruptions,
+                escalation=_Escalation(self, list(asked), run),
+                on_progress=None if run is None else run.add,
+                on_tick=on_tick,
+                timeout=timeout,
+            ).follow()
+            if run is not None:
+                run.finish([reply.report for reply in outcome.replies.values() if reply.report])
+            self._settle(outcome, output, timeout)
+        if self._interruptions.count:
+            raise CellInterrupted("interrupted")
+        return outcome.replies, output
+
+    def release(self) -> None:
+        """Free every rank that waits for another."""
+        self.cluster.page.release(self._generation)
+
+    def _join(self) -> None:
+        """Give every engine its rank, and let them meet."""
+        ids = self.cluster.engine_ids
+        self._ranks = {engine_id: place for place, engine_id in enumerate(ids)}
+        replies = self._quick("hello", dict.fromkeys(ids, HelloRequest()))
+        hellos: dict[int, HelloReport] = {
+            engine_id: reply.report for engine_id, reply in zip(ids, replies, strict=True)
+        }
+        order = sorted(ids, key=lambda i: (hellos[i].host, hellos[i].local_order))
+        self._ranks = {engine_id: rank for rank, engine_id in enumerate(order)}
+        self.cluster.watch({engine_id: hello.pid for engine_id, hello in hellos.items()})
+        directory = self.cluster.directory
+        requests = {
+            engine_id: self._plan.join_request(rank, directory=directory)
+            for engine_id, rank in self._ranks.items()
+        }
+        self._quick("join", requests)
+
+    def _settle(self, outcome: Outcome, output: Output, timeout: float | None) -> None:
+        """Bring the ranks back into order after a failure, and raise what happened."""
+        self._check_dead(outcome.dead)
+        if outcome.stuck:
+            self.broken = FsdpError(
+                f"rank {ranks_text(outcome.stuck)} did not come out of the cell within 5 s; "
+                "type %fsdp_restart for fresh engines"
+            )
+            raise self.broken
+        if outcome.failed or self.cluster.page.released_generation >= self._generation:
+            self._recover()
+        if outcome.failed and not self._interruptions.count:
+            raise failure_of(outcome.replies, output, timeout if outcome.timed_out else None)
+
+    def _check_dead(self, ranks: tuple[int, ...]) -> None:
+        """Raise if the engine of a rank died; nothing can be asked any more then."""
+        if ranks:
+            engine_id = next(e for e, r in self._ranks.items() if r == ranks[0])
+            self.broken = self.cluster.died(engine_id, rank=ranks[0])
+            raise self.broken
+
+    def _recover(self) -> None:
+        """Replace the transports of every rank."""
+        self._generation += 1
+        request = RecoverRequest(generation=self._generation)
+        try:
+            self._quick("recover", dict.fromkeys(self._ranks, request))
+        except EngineDiedError:
+            raise
+        except FsdpError as error:
+            self.broken = FsdpError(f"{error}; type %fsdp_restart for fresh engines")
+            raise self.broken from None
+
+    def _quick(self, verb: str, requests: Mapping[int, Any]) -> list[Reply]:
+        """Ask engines, by id, for something short that runs none of the person's code."""
+        ranks = {engine_id: self._ranks[engine_id] for engine_id in requests}
+        with self._interruptions:
+            outcome = Follower(
+                ranks=ranks,
+                events=self.cluster.send(verb, requests),
+                output=Output(list(ranks.values()), write=discard),
+                interruptions=self._interruptions,
+                escalation=_Patience(),
+                timeout=_QUICK_SECONDS,
+            ).follow()
+        self._check_dead(outcome.dead)
+        for reply in outcome.replies.values():
+            if reply.failure is not None:
+                failure = reply.failure
+                raise FsdpError(f"{verb} failed: {failure.exception_type}: {failure.message}")
+        if outcome.failed:
+            raise FsdpError(f"{verb} did not end on every engine within {_QUICK_SECONDS:.0f} s")
+        return [outcome.replies[ranks[engine_id]] for engine_id in requests]
+
+
+class _Escalation:
+    """An interrupted cell: SIGINT, then broken transports. A run: a clean stop first."""
+
+    def __init__(self, engines: Engines, engine_ids: list[int], run: Run | None) -> None:
+        self._engines = engines
+        self._engine_ids = engine_ids
+        self._run = run
+
+    def ask(self) -> float:
+        cluster = self._engines.cluster
+        if self._run is not None:
+            cluster.page.stop(self._run.run_id)
+            return float("inf")
+        cluster.interrupt(self._engine_ids)
+        return 1.0
+
+    def force(self) -> None:
+        self._engines.cluster.interrupt(self._engine_ids)
+        self._engines.release()
+
+
+class _Patience:
+    """A short request of our own is not interrupted; it ends by itself."""
+
+    def ask(self) -> float:
+        return float("inf")
+
+    def force(self) -> None:
+        return
