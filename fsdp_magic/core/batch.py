@@ -33,13 +33,9 @@ class GlobalBatch:
         """Return where each micro-batch of a rank begins and ends in the global batch."""
         size = self.micro_batch_size
         start = rank * self.rank_size
-        return [
-            (start + part * size, start + (part + 1) * size) for part in range(self.accumulate)
-        ]
+        return [(start + part * size, start + (part + 1) * size) for part in range(self.accumulate)]
 
     def text(self) -> str:
         """Return the sum as a person reads it: ``8 × 4 × 2 ranks = 64 samples``."""
         ranks = "1 rank" if self.data_parallel_size == 1 else f"{self.data_parallel_size} ranks"
-        return (
-            f"{self.micro_batch_size} × {self.accumulate} × {ranks} = {self.global_size} samples"
-        )
+        return f"{self.micro_batch_size} × {self.accumulate} × {ranks} = {self.global_size} samples"

@@ -1,24 +1,21 @@
 """Every option of every magic, declared once as frozen dataclasses; pure.
 
-A field's metadata holds an ``Option``: how it is typed, what it takes, one line of help. The
-magics, their help and the Python API all come from these fields, and each spec checks its
+The magics, their help and the Python API all come from these fields, and each spec checks its
 values once, when it is made.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.options import option
 from fsdp_magic.core.units import parse_bytes
 
 Strategy = Literal["full_shard", "shard_grad_op"]
 Device = Literal["auto", "cuda", "cpu"]
-Reader = Callable[[str], Any]
-SpecT = TypeVar("SpecT")
 
 STRATEGY_HABITS: Mapping[str, Strategy] = {
     "fsdp": "full_shard",
@@ -26,52 +23,6 @@ STRATEGY_HABITS: Mapping[str, Strategy] = {
     "zero2": "shard_grad_op",
 }
 """Names of strategies that people bring from other tools, and ours."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """How one field of a spec is typed on a magic's line.
-
-    Attributes:
-        flags: ``--micro-batch-size``; empty for a positional argument.
-        help: one line, lower case, with the unit.
-        takes: a word for its value in help; empty for a flag without a value.
-        choices: the values allowed, if they can be listed.
-        habits: other names for the flag that people type by habit.
-        many: whether it takes every positional word.
-    """
-
-    flags: tuple[str, ...]
-    help: str
-    takes: str = ""
-    choices: tuple[str, ...] = ()
-    habits: tuple[str, ...] = ()
-    many: bool = False
-
-
-def option(
-    *flags: str,
-    default: Any,
-    help: str,
-    takes: str = "",
-    choices: tuple[str, ...] = (),
-    habits: tuple[str, ...] = (),
-    many: bool = False,
-) -> Any:
-    """Return a dataclass field that carries its ``Option``."""
-    declared = Option(
-        flags=flags, help=help, takes=takes, choices=choices, habits=habits, many=many
-    )
-    return dataclasses.field(default=default, metadata={"option": declared})
-
-
-def options_of(spec: type[Any]) -> dict[str, Option]:
-    """Return the options of a spec by field name, in order."""
-    return {
-        field.name: field.metadata["option"]
-        for field in dataclasses.fields(spec)
-        if "option" in field.metadata
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,9 +75,7 @@ def compile_cell(code: str, name: str, *, shell: Any) -> Cell:
         expression = tree.body.pop()
         assert isinstance(expression, ast.Expr)
         last = compile(ast.Expression(expression.value), name, "eval")
-    return Cell(
-        name=name, body=compile(tree, name, "exec"), last=last, assigned=_assigned(tree)
-    )
+    return Cell(name=name, body=compile(tree, name, "exec"), last=last, assigned=_assigned(tree))
 
 
 def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
@@ -96,9 +94,7 @@ def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
                 f"line {node.lineno} uses a magic; a training cell is plain Python that runs "
                 "once per micro-step: put the magic into a %%fsdp cell"
             )
-    return Cell(
-        name=name, body=compile(tree, name, "exec"), last=None, assigned=_assigned(tree)
-    )
+    return Cell(name=name, body=compile(tree, name, "exec"), last=None, assigned=_assigned(tree))
 
 
 def describe(error: BaseException) -> Failure:
@@ -249,9 +245,7 @@ def _last_line(error: BaseException) -> str:
 
 def _persons_frames(trace: TracebackType | None) -> str:
     """Return the frames of cells and of the person's own files, as text."""
-    frames = [
-        frame for frame in traceback.extract_tb(trace) if _is_persons(frame.filename)
-    ]
+    frames = [frame for frame in traceback.extract_tb(trace) if _is_persons(frame.filename)]
     return "".join(traceback.StackSummary.from_list(frames).format())
 
 

@@ -116,9 +116,7 @@ class SwappableGroup(dist.ProcessGroup):
     def _gloo(self, prefix: str) -> Any:
         store = PrefixStore(prefix, self._store)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(interface=_interface())
-        ]
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=_interface())]
         options._timeout = self._timeout
         options._threads = 2
         return dist.ProcessGroupGloo(store, self._rank, self._size, options)
@@ -265,9 +263,7 @@ class Groups:
         for group in self._all:
             group.connect(generation)
 
-    def _create(
-        self, store: Store, rank: int, size: int, timeout: timedelta
-    ) -> SwappableGroup:
+    def _create(self, store: Store, rank: int, size: int, timeout: timedelta) -> SwappableGroup:
         group = SwappableGroup(
             store, rank, size, timeout=timeout, cuda_transport=self._cuda_transport
         )

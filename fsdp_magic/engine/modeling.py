@@ -88,9 +88,7 @@ def placements_of(
     return tuple(fsdp.placement(models[name], world) for name in names)
 
 
-def shard_forgotten(
-    namespace: Mapping[str, Any], *, models: Models, world: World
-) -> list[str]:
+def shard_forgotten(namespace: Mapping[str, Any], *, models: Models, world: World) -> list[str]:
     """Shard modules that an optimizer trains and that never were, and say so.
 
     Collective: every rank must call this.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp_magic.core.protocol import StepRecords
+from fsdp_magic.core.telemetry import StepRecords
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,9 +78,7 @@ def indexed(source: Any, *, shuffle: bool, collate: Collate | None) -> Indexed |
     )
 
 
-def _loader(
-    loader: DataLoader[Any], *, shuffle: bool, collate: Collate | None
-) -> Indexed | None:
+def _loader(loader: DataLoader[Any], *, shuffle: bool, collate: Collate | None) -> Indexed | None:
     """Return a loader's data with its workers kept; None if the loader makes whole batches."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return None
@@ -109,9 +107,7 @@ def _loader(
     return Indexed(length=length, order=order, read=read)
 
 
-def _sampler_order(
-    loader: DataLoader[Any], seed: int, epoch: int, *, shuffle: bool
-) -> list[int]:
+def _sampler_order(loader: DataLoader[Any], seed: int, epoch: int, *, shuffle: bool) -> list[int]:
     """Return the order a loader's sampler gives, the same on all ranks."""
     sampler = loader.sampler
     if isinstance(sampler, RandomSampler) and not sampler.replacement:

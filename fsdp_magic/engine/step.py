@@ -159,9 +159,7 @@ class StepLoop:
     def _measure(self) -> torch.Tensor:
         with INTERRUPTS.allowed():
             gradients.reduce_whole(self._trained.whole)
-            return gradients.total_norm(
-                self._trained.parameters, world_size=self._world.world_size
-            )
+            return gradients.total_norm(self._trained.parameters, world_size=self._world.world_size)
 
     def _update(self, norm: torch.Tensor) -> None:
         """Clip, step and clear; an error in here leaves this rank's weights half updated."""

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 import torch
 
-from fsdp_magic.core.protocol import DeviceSample, JoinRequest, MemorySample
+from fsdp_magic.core.protocol import JoinRequest
+from fsdp_magic.core.telemetry import DeviceSample, MemorySample
 from fsdp_magic.core.units import MIB
 from fsdp_magic.engine.parallel.torch_private import storage_bytes
 
@@ -226,9 +227,7 @@ def activity(device: torch.device) -> DeviceSample:
     power = read(pynvml.nvmlDeviceGetPowerUsage)
     return DeviceSample(
         utilisation_percent=read(lambda h: pynvml.nvmlDeviceGetUtilizationRates(h).gpu),
-        temperature_celsius=read(
-            pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU
-        ),
+        temperature_celsius=read(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
         power_watts=None if power is None else power / 1000,
     )
 

@@ -10,14 +10,9 @@ from ipyparallel.datapub import publish_data
 
 from fsdp_magic.core.batch import GlobalBatch
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.protocol import (
-    PROGRESS_KEY,
-    DeviceSample,
-    ProgressReport,
-    RunReport,
-    TrainRequest,
-)
+from fsdp_magic.core.protocol import PROGRESS_KEY, TrainRequest
 from fsdp_magic.core.specs import TrainSpec
+from fsdp_magic.core.telemetry import DeviceSample, ProgressReport, RunReport
 from fsdp_magic.engine import gradients, modeling, telemetry
 from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.data import Data, Position
@@ -105,9 +100,7 @@ class TrainingRun:
         names: of the namespace that the cell runs in.
     """
 
-    def __init__(
-        self, request: TrainRequest, *, world: World, names: Names
-    ) -> None:
+    def __init__(self, request: TrainRequest, *, world: World, names: Names) -> None:
         self._request = request
         self._world = world
         self._names = names
@@ -141,9 +134,7 @@ class TrainingRun:
         """Steps done."""
         return 0 if self._loop is None else self._loop.records.finished
 
-    def prepare(
-        self, cell: Cell, *, models: dict[str, ShardedModel], position: Position
-    ) -> None:
+    def prepare(self, cell: Cell, *, models: dict[str, ShardedModel], position: Position) -> None:
         """Find what is trained and where the data is; shard what never was.
 
         Collective: every rank must call this.

@@ -27,7 +27,6 @@ from fsdp_magic.core.protocol import (
     ModelRequest,
     PullRequest,
     PushRequest,
-    RankStatus,
     RecoverRequest,
     Reply,
     RunRequest,
@@ -35,6 +34,7 @@ from fsdp_magic.core.protocol import (
     StatusRequest,
     TrainRequest,
 )
+from fsdp_magic.core.telemetry import RankStatus
 from fsdp_magic.engine import cells, modeling, telemetry, training
 from fsdp_magic.engine.data import Position
 from fsdp_magic.engine.groups import is_broken_transport

@@ -63,9 +63,7 @@ class Vote:
         """
         # number 0 is what an empty slot holds, so it is never used
         self._number = self._number % ((1 << NUMBER_BITS) - 2) + 1
-        self._page.cast(
-            self._rank, Ballot(number=self._number, flags=int(flags), count=count)
-        )
+        self._page.cast(self._rank, Ballot(number=self._number, flags=int(flags), count=count))
         for peer in self._others:
             ballot = self._wait_for(peer)
             flags |= Flag(ballot.flags)

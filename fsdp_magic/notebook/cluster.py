@@ -43,9 +43,9 @@ from fsdp_magic.core.protocol import (
     KERNEL_PID_VARIABLE,
     LOCAL_ORDER_VARIABLE,
     PROGRESS_KEY,
-    ProgressReport,
     Reply,
 )
+from fsdp_magic.core.telemetry import ProgressReport
 
 _LOG = logging.getLogger(f"{__name__}.ipyparallel")
 _LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter

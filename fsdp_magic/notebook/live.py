@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from ipyparallel.error import RemoteError
 
-from fsdp_magic.core.protocol import ProgressReport, Reply
+from fsdp_magic.core.protocol import Reply
+from fsdp_magic.core.telemetry import ProgressReport
 from fsdp_magic.notebook.cluster import Answered, Died, Event, Printed, Progressed
 from fsdp_magic.notebook.output import Output
 

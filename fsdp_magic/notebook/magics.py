@@ -161,9 +161,7 @@ def _document() -> None:
     for name, spec in _SPECS.items():
         method = getattr(FsdpMagics, name)
         example = "\n".join(f"    {row}" for row in _EXAMPLES[name].splitlines())
-        method.__doc__ = (
-            f"{method.__doc__}\n\nOptions:\n{help_text(spec)}\n\nExample:\n{example}\n"
-        )
+        method.__doc__ = f"{method.__doc__}\n\nOptions:\n{help_text(spec)}\n\nExample:\n{example}\n"
 
 
 _document()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from fsdp_magic.core.errors import UsageError
-from fsdp_magic.core.specs import Option, options_of
+from fsdp_magic.core.options import Option, options_of
 
 SpecT = TypeVar("SpecT")
 
@@ -55,9 +55,7 @@ def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
     for word in words:
         if not word.startswith("-") or word == "-":
             if positional is None:
-                raise UsageError(
-                    f"{magic} does not take {word!r}; it takes {_known(options)}"
-                )
+                raise UsageError(f"{magic} does not take {word!r}; it takes {_known(options)}")
             values[positional] = (*values.get(positional, ()), word)
             continue
         flag, has_value, value = word.partition("=")
@@ -66,15 +64,11 @@ def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
             raise UsageError(_unknown(magic, flag, flags, options))
         if name in values:
             raise UsageError(f"{magic}: {flag} is given twice; give it once")
-        values[name] = _value(
-            options[name], kinds[name], flag, value if has_value else None, words
-        )
+        values[name] = _value(options[name], kinds[name], flag, value if has_value else None, words)
     return values
 
 
-def _value(
-    option: Option, kind: Any, flag: str, value: str | None, words: Iterator[str]
-) -> Any:
+def _value(option: Option, kind: Any, flag: str, value: str | None, words: Iterator[str]) -> Any:
     """Return the value of a flag, from behind its ``=`` or from the next word."""
     if not option.takes:
         if value is not None:
@@ -129,8 +123,10 @@ def _normal(flag: str) -> str:
 def _unknown(magic: str, flag: str, flags: dict[str, str], options: dict[str, Option]) -> str:
     near = difflib.get_close_matches(_normal(flag), flags, n=1)
     hint = f"; did you mean {options[flags[near[0]]].flags[0]}?" if near else ""
-    return f"{magic} has no option {flag}{hint} It takes {_known(options)}" if hint else (
-        f"{magic} has no option {flag}; it takes {_known(options)}"
+    return (
+        f"{magic} has no option {flag}{hint} It takes {_known(options)}"
+        if hint
+        else (f"{magic} has no option {flag}; it takes {_known(options)}")
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_magic.core.protocol import (
+from fsdp_magic.core.telemetry import (
     DeviceSample,
     MemorySample,
     ProgressReport,

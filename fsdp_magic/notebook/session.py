@@ -15,7 +15,6 @@ from fsdp_magic.core.protocol import (
     ModelRequest,
     PullRequest,
     PushRequest,
-    RankStatus,
     Reply,
     RunRequest,
     ShardsRequest,
@@ -23,6 +22,7 @@ from fsdp_magic.core.protocol import (
     TrainRequest,
 )
 from fsdp_magic.core.specs import InitSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
+from fsdp_magic.core.telemetry import RankStatus
 from fsdp_magic.core.units import GIB
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.engines import Engines

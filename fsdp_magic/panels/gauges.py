@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_magic.core.protocol import DeviceSample, MemorySample
+from fsdp_magic.core.telemetry import DeviceSample, MemorySample
 from fsdp_magic.core.units import UNKNOWN, bytes_text
 from fsdp_magic.panels.parts import (
     GREY,

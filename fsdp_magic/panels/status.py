@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_magic.core.protocol import RankStatus
+from fsdp_magic.core.telemetry import RankStatus
 from fsdp_magic.core.units import UNKNOWN
 from fsdp_magic.panels.gauges import (
     Gauge,

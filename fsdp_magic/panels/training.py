@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_magic.core.protocol import DeviceSample, MemorySample, RunState
+from fsdp_magic.core.telemetry import DeviceSample, MemorySample, RunState
 from fsdp_magic.core.units import UNKNOWN, bytes_text, count_text, seconds_text
 from fsdp_magic.panels import loss_chart, rank_memory
 from fsdp_magic.panels.gauges import UNKNOWN_ACTIVITY, Gauge

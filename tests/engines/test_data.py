@@ -59,9 +59,7 @@ def prepared(session):
 )
 def test_an_epoch_gives_every_sample_to_one_rank_in_an_order_of_its_own(prepared, data):
     prepared.run(f"data = {data}", show=False)
-    run = prepared.train(
-        CELL, data="data", epochs=2, micro_batch_size=4, accumulate=2, show=False
-    )
+    run = prepared.train(CELL, data="data", epochs=2, micro_batch_size=4, accumulate=2, show=False)
     assert run.steps == 8
     epochs = samples_by_epoch(prepared)
     assert sorted(epochs) == [0, 1]
@@ -172,8 +170,9 @@ def test_batches_of_unequal_size_count_by_their_samples(prepared):
         show=False,
     )
     run = prepared.train(CELL, data="data", show=False)
-    expected = prepared.pull("float(model.weight.full_tensor())"), prepared.pull(
-        "float(model.bias.full_tensor())"
+    expected = (
+        prepared.pull("float(model.weight.full_tensor())"),
+        prepared.pull("float(model.bias.full_tensor())"),
     )
     import torch
 
@@ -183,9 +182,7 @@ def test_batches_of_unequal_size_count_by_their_samples(prepared):
     loss = model(x).pow(2).mean()
     loss.backward()
     assert run.losses == pytest.approx([loss.item()], rel=1e-12)
-    assert expected[0] == pytest.approx(
-        (model.weight - 0.01 * model.weight.grad).item(), rel=1e-12
-    )
+    assert expected[0] == pytest.approx((model.weight - 0.01 * model.weight.grad).item(), rel=1e-12)
     assert expected[1] == pytest.approx((model.bias - 0.01 * model.bias.grad).item(), rel=1e-12)
 
 

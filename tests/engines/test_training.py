@@ -161,9 +161,7 @@ def test_an_optimizer_made_in_an_earlier_cell_trains_the_shards(session):
     before = session.pull("dict(model.named_parameters())")
     run = session.train(CASE.cell, steps=6, **OPTIONS)
     after = session.pull("dict(model.named_parameters())")
-    measured = Trajectory(
-        losses=run.losses, grad_norms=run.grad_norms, before=before, after=after
-    )
+    measured = Trajectory(losses=run.losses, grad_norms=run.grad_norms, before=before, after=after)
     assert_equal(measured, single_process(CASE), tolerance=1e-9)
 
 
@@ -179,9 +177,7 @@ def test_an_optimizer_made_after_a_forward_trains_the_shards(session, same_cell)
     session.run("import torch.nn.functional as F", show=False)
     run = session.train(CASE.cell, steps=6, **OPTIONS)
     after = session.pull("dict(model.named_parameters())")
-    measured = Trajectory(
-        losses=run.losses, grad_norms=run.grad_norms, before=before, after=after
-    )
+    measured = Trajectory(losses=run.losses, grad_norms=run.grad_norms, before=before, after=after)
     assert_equal(measured, single_process(CASE), tolerance=1e-9)
 
 

@@ -11,7 +11,8 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from fsdp_magic.core.specs import InitSpec, TrainSpec, options_of
+from fsdp_magic.core.options import options_of
+from fsdp_magic.core.specs import InitSpec, TrainSpec
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook import magics
 from fsdp_magic.notebook import session as sessions

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
-from fsdp_magic.core.protocol import DeviceSample, Failure, MemorySample, RankStatus
+from fsdp_magic.core.protocol import Failure
+from fsdp_magic.core.telemetry import DeviceSample, MemorySample, RankStatus
 from fsdp_magic.core.units import GIB, MIB
 from fsdp_magic.panels import errors, mosaic, status, training
 from fsdp_magic.panels.gauges import PARTS, Gauge, bar, parts_of, share, unit_of

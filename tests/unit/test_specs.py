@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_magic.core.options import options_of
 from fsdp_magic.core.specs import (
     EmptySpec,
     InitSpec,
@@ -13,7 +14,6 @@ from fsdp_magic.core.specs import (
     RunSpec,
     ShardsSpec,
     TrainSpec,
-    options_of,
     parse_ranks,
 )
 from fsdp_magic.core.units import GIB

@@ -85,9 +85,7 @@ def shard(
         )
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
-    replaced = {
-        id(old): owner._parameters[attribute] for old, owner, attribute in places
-    }
+    replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
     return model, {key: new for key, new in replaced.items() if new is not None}
 
 
