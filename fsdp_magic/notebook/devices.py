@@ -11,9 +11,18 @@ import os
 
 def gpu_count() -> int:
     """Return how many GPUs an engine of this machine sees; 0 without a driver."""
+    present = _present()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return _listed(visible)
+    if visible is None or present == 0:
+        return present
+    entries = _listed(visible)
+    if any(entry.startswith("MIG-") for entry in entries):
+        return len(entries)  # instances of a card, which count as devices
+    return min(len(entries), present)
+
+
+def _present() -> int:
+    """Return how many cards the driver knows."""
     import pynvml
 
     try:
@@ -26,11 +35,11 @@ def gpu_count() -> int:
         pynvml.nvmlShutdown()
 
 
-def _listed(visible: str) -> int:
-    """Count the entries of CUDA_VISIBLE_DEVICES; -1 ends the list, as CUDA reads it."""
-    count = 0
-    for entry in visible.split(","):
-        if entry.strip() in ("", "-1"):
+def _listed(visible: str) -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES; -1 ends the list, as CUDA reads it."""
+    entries: list[str] = []
+    for entry in (entry.strip() for entry in visible.split(",")):
+        if entry in ("", "-1"):
             break
-        count += 1
-    return count
+        entries.append(entry)
+    return entries

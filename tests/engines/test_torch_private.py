@@ -1,0 +1,46 @@
+"""The private names of torch that ``engine/parallel/torch_private.py`` needs are still there."""
+
+from __future__ import annotations
+
+import pytest
+
+BUILD = """
+import torch
+from fsdp_magic.engine.parallel import torch_private
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+"""
+FORWARD = """
+out = model(torch.ones(2, 4))
+(name, unit), = torch_private.units(model)
+state = unit._get_fsdp_state()
+(group,) = torch_private.parameter_groups(unit)
+parameter = group.fsdp_params[0]
+"""
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "isinstance(state._is_root, bool)",
+        "state._fsdp_param_groups == [group]",
+        "hasattr(group, '_all_gather_result')",
+        "isinstance(parameter._unsharded_param, torch.nn.Parameter)",
+        "parameter.unsharded_accumulated_grad is None",
+        "model.reset_iter_state() is None",
+        "isinstance(torch.distributed.distributed_c10d._world.group_count, int)",
+    ],
+)
+def test_a_private_name_is_where_it_was(session, expression):
+    session.model(BUILD, show=False)
+    session.run(FORWARD, show=False)
+    assert session.pull(expression, rank="all") == [True, True]
+
+
+def test_the_gathered_parameter_leads_to_its_shard(session):
+    session.model(BUILD, show=False)
+    session.run(FORWARD, show=False)
+    assert session.pull(
+        "torch_private.sharded_of_unsharded(model)[id(parameter._unsharded_param)] is "
+        "parameter.sharded_param"
+    )
