@@ -18,6 +18,7 @@ from fsdp_magic.notebook import devices
         (4, "0, 2", 2),
         (4, "0,-1,1", 1),
         (2, "0,1,2,3", 2),
+        (4, "GPU-a,GPU-b", 2),
         (1, "MIG-a,MIG-b", 2),
     ],
 )

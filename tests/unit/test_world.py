@@ -5,7 +5,6 @@ import pytest
 from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.errors import UsageError
 from fsdp_magic.notebook import world
-from fsdp_magic.notebook.devices import gpu_count
 from fsdp_magic.notebook.world import plan_world
 
 
@@ -83,14 +82,3 @@ def test_a_persons_own_environment_stands(
     assert "OMP_NUM_THREADS" in plan_world(InitSpec()).environment
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert "OMP_NUM_THREADS" not in plan_world(InitSpec()).environment
-
-
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("0,-1,1", 1), ("GPU-a,GPU-b", 2)],
-)
-def test_visible_gpus_are_those_of_the_environment(
-    visible: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_count() == count
