@@ -24,6 +24,7 @@ from fsdp_magic.notebook.cluster import Answered, Died, Event, Printed, Progress
 from fsdp_magic.notebook.output import Output
 
 _TICK_SECONDS = 0.05
+_FORCE_AGAIN_SECONDS = 1.0
 _STUCK_SECONDS = 5.0
 """How long ranks may take to come out after one of them failed."""
 
@@ -61,6 +62,20 @@ class Outcome:
         return bool(self.dead or self.stuck) or failures
 
 
+@dataclass(slots=True, kw_only=True)
+class _Deadlines:
+    """When to force the ranks out, and when to give up on those that do not come."""
+
+    started: float
+    force_at: float = float("inf")
+    give_up_at: float = float("inf")
+    handled: int = 0
+    """Interrupts that were answered."""
+
+    def give_up_by(self, moment: float) -> None:
+        self.give_up_at = min(self.give_up_at, moment)
+
+
 @dataclass(kw_only=True)
 class Follower:
     """Follows one request; used inside ``with interruptions``.
@@ -87,38 +102,36 @@ class Follower:
 
     def follow(self) -> Outcome:
         """Wait for every rank, and return how it ended."""
-        outcome = Outcome()
-        waiting = set(self.ranks.values())
-        started = time.monotonic()
-        force_at = give_up_at = float("inf")
-        handled = 0
+        outcome, waiting = Outcome(), set(self.ranks.values())
+        deadlines = _Deadlines(started=time.monotonic())
         while waiting:
             self._take(outcome, waiting)
             now = time.monotonic()
             self.output.show(now=now)
             if self.on_tick is not None:
                 self.on_tick()
-            if self.interruptions.count > handled:
-                handled = self.interruptions.count
-                force_at = self._escalate(handled, now)
-            if self.timeout is not None and now - started > self.timeout:
-                outcome.timed_out, self.timeout = True, None
-                force_at = self._escalate(2, now)
-            if now > force_at:
-                self.escalation.force()
-                force_at = now + 1.0
-                give_up_at = min(give_up_at, now + _STUCK_SECONDS)
-            if outcome.failed:
-                give_up_at = min(give_up_at, now + _STUCK_SECONDS)
-            if now > give_up_at:
+            self._press(outcome, deadlines, now)
+            if now > deadlines.give_up_at:
                 outcome.stuck = tuple(sorted(waiting))
                 break
         self.output.finish()
         return outcome
 
-    def _escalate(self, times: int, now: float) -> float:
-        """Ask at the first interrupt; return when to begin forcing."""
-        return now + self.escalation.ask() if times == 1 else now
+    def _press(self, outcome: Outcome, deadlines: _Deadlines, now: float) -> None:
+        """Ask at the first interrupt, force at the second, after a timeout or a failure."""
+        if self.interruptions.count > deadlines.handled:
+            deadlines.handled = self.interruptions.count
+            first = deadlines.handled == 1
+            deadlines.force_at = now + self.escalation.ask() if first else now
+        if self.timeout is not None and now - deadlines.started > self.timeout:
+            outcome.timed_out, self.timeout = True, None
+            deadlines.force_at = now
+        if now >= deadlines.force_at:
+            self.escalation.force()
+            deadlines.force_at = now + _FORCE_AGAIN_SECONDS
+            deadlines.give_up_by(now + _STUCK_SECONDS)
+        if outcome.failed:
+            deadlines.give_up_by(now + _STUCK_SECONDS)
 
     def _take(self, outcome: Outcome, waiting: set[int]) -> None:
         """Take the events that are there, waiting a moment for the first."""
