@@ -1,6 +1,8 @@
 """ENGINE: an ipyparallel engine that offers our verbs.
 
 torch is imported at the top: an engine is useless without it, and by then the watcher is there.
+tqdm comes before IPython: an import after it would take the engine for a notebook, and warn that
+it lacks a notebook's widgets.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
+import tqdm.auto  # type: ignore[import-untyped]  # noqa: F401
 from ipyparallel.engine.app import IPEngine
 
 from fsdp_magic.core.protocol import CALL_NAME

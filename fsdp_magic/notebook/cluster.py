@@ -9,96 +9,34 @@ a process has ended.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import mmap
 import os
 import queue
-import select
 import shutil
 import signal
 import socket
 import stat
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ipyparallel
-import psutil
-from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
 from ipyparallel.error import RemoteError
-from traitlets.config import Config
 
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import (
-    CALL_NAME,
-    KERNEL_PID_VARIABLE,
-    LOCAL_ORDER_VARIABLE,
-    PROGRESS_KEY,
-    Reply,
-)
-from fsdp_magic.core.telemetry import ProgressReport
+from fsdp_magic.core.protocol import CALL_NAME, KERNEL_PID_VARIABLE, PROGRESS_KEY
+from fsdp_magic.notebook.events import Answered, Died, Event, Printed, Progressed
+from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 
-_LOG = logging.getLogger(f"{__name__}.ipyparallel")
-_LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter
 _START_SECONDS = 120.0
-_STOP_SECONDS = 2.0
 _CRASH_LINES = 40
 _OUTPUT_SECONDS = 2.0
-_Result = TypeVar("_Result")
-
-CONTROLLER_ARGUMENTS = (
-    "--ip=127.0.0.1",
-    "--location=127.0.0.1",
-    "--nodb",
-    "--HeartMonitor.period=200",
-    "--HeartMonitor.max_heartmonitor_misses=100000",
-    "--IPController.broadcast_scheduler_depth=0",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Printed:
-    """An engine printed something. ``stream`` is ``stdout`` or ``stderr``."""
-
-    engine_id: int
-    stream: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progressed:
-    """An engine published the progress of a run."""
-
-    engine_id: int
-    report: ProgressReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """An engine answered, and everything it printed before has arrived."""
-
-    engine_id: int
-    reply: Reply | BaseException
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Died:
-    """An engine's process ended. ``exit_code`` is negative for a signal."""
-
-    engine_id: int
-    exit_code: int | None
-
-
-Event = Printed | Progressed | Answered | Died
 
 
 class Cluster:
@@ -117,12 +55,12 @@ class Cluster:
         self.n = n
         self.directory = tempfile.mkdtemp(prefix="fsdp_magic-")
         self.page = Page(_new_page(Path(self.directory, "page"), n))
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         self._events: queue.SimpleQueue[Event] | None = None
         self._dead: dict[int, int | None] = {}
         self._crashes: dict[int, str] = {}
         self._pids: dict[int, int] = {}
-        self._cluster = _ipyparallel_cluster(self.directory, n)
+        self._cluster = ipyparallel_cluster(self.directory, n)
         self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
         self._client: Any = None
         self._stopped = False
@@ -153,8 +91,8 @@ class Cluster:
             self._client.close(linger=0)
             self._client = None
         launchers = [*self._engine_launchers(), self._cluster.controller]
-        processes = [p for p in map(_process_of, launchers) if p is not None]
-        _end([child for p in processes for child in _children(p)] + processes)
+        processes = [p for p in map(process_of, launchers) if p is not None]
+        end([child for p in processes for child in children(p)] + processes)
         for launcher in launchers:
             if launcher is not None:  # its thread reports to the loop once more
                 with suppress(TimeoutError):
@@ -316,66 +254,6 @@ class Cluster:
         )
 
 
-class _LoopThread:
-    """An event loop that never stops, for ipyparallel's launchers, which call back on it."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="fsdp_magic launchers", daemon=True
-        )
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def later(self, seconds: float, callback: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, callback)
-
-    def stop(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=5)
-            self._loop.close()
-
-
-def _ipyparallel_cluster(directory: str, n: int) -> Any:
-    config = Config()
-    config.LocalControllerLauncher.controller_cmd = [
-        sys.executable, "-m", "fsdp_magic.engine.controller",
-    ]  # fmt: skip
-    config.LocalEngineSetLauncher.engine_cmd = [sys.executable, "-m", "fsdp_magic.engine"]
-    config.LocalEngineSetLauncher.engine_args = ["--IPEngine.wait_for_url_file=60"]
-    config.LocalEngineSetLauncher.delay = 0.0
-    return ipyparallel.Cluster(
-        n=n,
-        config=config,
-        load_profile=False,
-        profile_dir=directory,
-        cluster_file="",
-        controller_args=list(CONTROLLER_ARGUMENTS),
-        engine_launcher_class=_EngineSet,
-        delay=0.0,
-        send_engines_connection_env=False,
-        shutdown_atexit=False,
-        log=_LOG,
-    )
-
-
-class _EngineLauncher(LocalEngineLauncher):  # type: ignore[misc]  # ipyparallel is untyped
-    """A local engine that knows its place among the others."""
-
-    def get_env(self) -> dict[str, str]:
-        """Return the variables to set; the identifier is the engine's place."""
-        return {**super().get_env(), LOCAL_ORDER_VARIABLE: self.identifier}
-
-
-class _EngineSet(LocalEngineSetLauncher):  # type: ignore[misc]  # ipyparallel is untyped
-    """Local engines."""
-
-    launcher_class = _EngineLauncher
-
-
 def _new_page(path: Path, world_size: int) -> memoryview:
     """Make the file of the shared page, for its owner only, and map it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
@@ -404,46 +282,3 @@ def _crash_report(log: str) -> str:
     """Return what the interpreter wrote when it crashed, as lines to add; empty if it did not."""
     start = log.find("Fatal Python error")
     return "" if start < 0 else "\n" + "\n".join(log[start:].splitlines()[:_CRASH_LINES])
-
-
-def _process_of(launcher: Any) -> psutil.Process | None:
-    return launcher.process if launcher is not None and launcher.process is not None else None
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return list(process.children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    """End processes: asked first, killed after a moment.
-
-    Waited for by descriptor: a process that is not our child stays in the process table until
-    its parent looks, and that can take a second.
-    """
-    with ExitStack() as opened:
-        left: list[int] = []
-        for process in processes:
-            with suppress(ProcessLookupError):
-                left.append(os.pidfd_open(process.pid))
-                opened.callback(os.close, left[-1])
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for descriptor in left:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(descriptor, number)
-            left = _alive(left, seconds=_STOP_SECONDS)
-
-
-def _alive(descriptors: list[int], *, seconds: float) -> list[int]:
-    """Return the processes that have not ended after a time, which is cut short if all have."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    left, deadline = set(descriptors), time.monotonic() + seconds
-    while left and (rest := deadline - time.monotonic()) > 0:
-        for descriptor, _ in poll.poll(rest * 1000):
-            poll.unregister(descriptor)
-            left.discard(descriptor)
-    return list(left)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_magic.core.telemetry import DeviceSample, MemorySample
-from fsdp_magic.core.units import UNKNOWN, bytes_text
+from fsdp_magic.core.units import MIB, UNKNOWN, bytes_text
 from fsdp_magic.panels.parts import (
     GREY,
     ORANGE,
@@ -30,6 +30,9 @@ TIGHT, NEARLY_FULL = 0.88, 0.95
 
 _EMPTY = 1 / 32
 """A device is no measure for bars that are all shorter than this share of it."""
+
+_SMALLEST_BYTES = 16 * MIB
+"""The least that a full bar means: a bar of nearly nothing is to look like nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,7 @@ def full_bytes(gauges: Sequence[Gauge]) -> int:
     It is the next round size (1, 1½, 2, 3, 4, 6, …) above the largest peak, so that bars do not
     move with every new peak.
     """
-    highest = max((gauge.highest_bytes for gauge in gauges), default=0) or 1
+    highest = max([_SMALLEST_BYTES, *(gauge.highest_bytes for gauge in gauges)])
     power = 1 << (highest - 1).bit_length()
     return 3 * power // 4 if highest <= 3 * power // 4 else power
 

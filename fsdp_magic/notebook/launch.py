@@ -1,0 +1,150 @@
+"""KERNEL: how ipyparallel starts our processes, and how they are ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+
+import ipyparallel
+import psutil
+from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
+from traitlets.config import Config
+
+from fsdp_magic.core.protocol import LOCAL_ORDER_VARIABLE
+
+_LOG = logging.getLogger(f"{__name__}.ipyparallel")
+_LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter
+_STOP_SECONDS = 2.0
+_Result = TypeVar("_Result")
+
+CONTROLLER_ARGUMENTS = (
+    "--ip=127.0.0.1",
+    "--location=127.0.0.1",
+    "--nodb",
+    "--HeartMonitor.period=200",
+    "--HeartMonitor.max_heartmonitor_misses=100000",
+    "--IPController.broadcast_scheduler_depth=0",
+)
+
+
+class LoopThread:
+    """An event loop that never stops, for ipyparallel's launchers, which call back on it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="fsdp_magic launchers", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run a coroutine on the loop, and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def later(self, seconds: float, callback: Callable[[], None]) -> None:
+        """Call something on the loop after a time."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, callback)
+
+    def stop(self) -> None:
+        """End the loop and its thread; safe to call twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5)
+            self._loop.close()
+
+
+def ipyparallel_cluster(directory: str, n: int) -> Any:
+    """Return ipyparallel's cluster of our controller and engines, not started.
+
+    Args:
+        directory: its profile, ours alone, so that nothing of the person's own is read or written.
+        n: number of engines.
+    """
+    config = Config()
+    config.LocalControllerLauncher.controller_cmd = [
+        sys.executable, "-m", "fsdp_magic.engine.controller",
+    ]  # fmt: skip
+    config.LocalEngineSetLauncher.engine_cmd = [sys.executable, "-m", "fsdp_magic.engine"]
+    config.LocalEngineSetLauncher.engine_args = ["--IPEngine.wait_for_url_file=60"]
+    config.LocalEngineSetLauncher.delay = 0.0
+    return ipyparallel.Cluster(
+        n=n,
+        config=config,
+        load_profile=False,
+        profile_dir=directory,
+        cluster_file="",
+        controller_args=list(CONTROLLER_ARGUMENTS),
+        engine_launcher_class=_EngineSet,
+        delay=0.0,
+        send_engines_connection_env=False,
+        shutdown_atexit=False,
+        log=_LOG,
+    )
+
+
+class _EngineLauncher(LocalEngineLauncher):  # type: ignore[misc]  # ipyparallel is untyped
+    """A local engine that knows its place among the others."""
+
+    def get_env(self) -> dict[str, str]:
+        """Return the variables to set; the identifier is the engine's place."""
+        return {**super().get_env(), LOCAL_ORDER_VARIABLE: self.identifier}
+
+
+class _EngineSet(LocalEngineSetLauncher):  # type: ignore[misc]  # ipyparallel is untyped
+    """Local engines."""
+
+    launcher_class = _EngineLauncher
+
+
+def process_of(launcher: Any) -> psutil.Process | None:
+    """Return the process that a launcher started, if it did."""
+    return launcher.process if launcher is not None and launcher.process is not None else None
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    """Return every process below one."""
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """End processes: asked first, killed after a moment.
+
+    Waited for by descriptor: a process that is not our child stays in the process table until
+    its parent looks, and that can take a second.
+    """
+    with ExitStack() as opened:
+        left: list[int] = []
+        for process in processes:
+            with suppress(ProcessLookupError):
+                left.append(os.pidfd_open(process.pid))
+                opened.callback(os.close, left[-1])
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for descriptor in left:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, number)
+            left = _alive(left, seconds=_STOP_SECONDS)
+
+
+def _alive(descriptors: list[int], *, seconds: float) -> list[int]:
+    """Return the processes that have not ended after a time, which is cut short if all have."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    left, deadline = set(descriptors), time.monotonic() + seconds
+    while left and (rest := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(rest * 1000):
+            poll.unregister(descriptor)
+            left.discard(descriptor)
+    return list(left)
