@@ -95,6 +95,8 @@ class InitSpec:
         _choice("--device", self.device, get_args(Device))
         _at_least("-n", self.n, 1)
         _at_least("--seed", self.seed, 0)
+        if self.seed >= 2**32:
+            raise UsageError(f"--seed {self.seed} cannot work; it takes a number below 2**32")
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit, what="--memory-limit")
             if self.device == "cuda":

@@ -26,16 +26,18 @@ def wanted_modules(
     spec: ModelSpec,
     *,
     assigned: Iterable[str],
-) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """Return the modules to shard by name, and sentences about those left alone.
+    models: Models,
+) -> tuple[dict[str, nn.Module], list[ShardedModel]]:
+    """Return the modules to shard by name, and the models that are left alone.
 
     Args:
         namespace: the person's variables.
         spec: names what to shard, or nothing.
         assigned: the names that the cell bound, which count if nothing is named.
+        models: what we have sharded.
 
     Raises:
-        FsdpError: if there is no module with parameters.
+        FsdpError: if there is no module with parameters, or one was sharded by other code.
     """
     found = (
         {name: _named_module(name, namespace) for name in spec.names}
@@ -48,12 +50,14 @@ def wanted_modules(
             "model = GPT2LMHeadModel(config), or name one: %%fsdp_model NAME"
         )
     wanted = {name: module for name, module in found.items() if not _is_sharded(module)}
-    notes = tuple(
-        f"{name} is sharded already and is left alone; build a new one to shard it anew"
-        for name in found
-        if name not in wanted
-    )
-    return wanted, notes
+    ours = {id(model.module): model for model in models.values()}
+    foreign = [n for n, module in found.items() if n not in wanted and id(module) not in ours]
+    if foreign:
+        raise FsdpError(
+            f"{foreign[0]} was sharded by other code than ours; build it without fully_shard, and "
+            "%%fsdp_model shards it"
+        )
+    return wanted, [ours[id(module)] for name, module in found.items() if name not in wanted]
 
 
 def shard_all(
@@ -78,14 +82,6 @@ def shard_all(
         models[name] = model
         placements.append(fsdp.placement(model, world))
     return tuple(placements)
-
-
-def placements_of(
-    spec: ModelSpec, *, assigned: Iterable[str], models: Models, world: World
-) -> tuple[Placement, ...]:
-    """Return the placements of models that a cell named and that were sharded before."""
-    names = [name for name in (spec.names or sorted(assigned)) if name in models]
-    return tuple(fsdp.placement(models[name], world) for name in names)
 
 
 def shard_forgotten(namespace: Mapping[str, Any], *, models: Models, world: World) -> list[str]:

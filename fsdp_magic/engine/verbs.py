@@ -171,19 +171,22 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
             value = cell.run(engine.namespace)
             text = None if value is None else repr(value)
-        wanted, notes = modeling.wanted_modules(
-            engine.namespace, request.spec, assigned=cell.assigned
+        wanted, left = modeling.wanted_modules(
+            engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
         )
         placements = modeling.shard_all(
             wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
         )
         if wanted:
             engine.steps, engine.position = 0, Position()
-        shown = placements or modeling.placements_of(
-            request.spec, assigned=cell.assigned, models=engine.models, world=engine.world
-        )
-    report = ModelReport(placements=shown, result=text, notes=notes)
-    return Reply(rank=engine.world.rank, report=report)
+        shown = placements or tuple(fsdp.placement(model, engine.world) for model in left)
+    notes = tuple(
+        f"{model.name} is sharded already and is left alone; build a new one to shard it anew"
+        for model in left
+    )
+    return Reply(
+        rank=engine.world.rank, report=ModelReport(placements=shown, result=text, notes=notes)
+    )
 
 
 def train(engine: Engine, request: TrainRequest) -> Reply:

@@ -236,6 +236,19 @@ def test_a_sharded_model_is_left_alone_and_said_so(session, capsys):
     assert bool((session.pull("model.lm_head.weight") == weight).all())
 
 
+def test_another_name_of_a_sharded_model_is_known(session):
+    session.model(CASE.built, show=False)
+    assert session.model("other = model", show=False).model == "model"
+
+
+def test_a_model_that_other_code_sharded_is_refused(session):
+    with pytest.raises(CellFailedError, match="sharded by other code"):
+        session.model(
+            CASE.built + "from torch.distributed.fsdp import fully_shard\nfully_shard(model)",
+            show=False,
+        )
+
+
 def test_blocks_are_units_and_every_rank_holds_its_rows(session):
     placement = session.model(CASE.built, show=False)
     units = {p.unit for p in placement.parameters}
