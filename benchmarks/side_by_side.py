@@ -152,7 +152,9 @@ class Kernel:
         # this interpreter, whatever the kernel spec of that name says
         assert self._manager.kernel_spec is not None
         self._manager.kernel_spec.argv[0] = sys.executable
-        self._manager.start_kernel(env={**os.environ, **ENVIRONMENT})
+        self._manager.start_kernel(
+            env={**os.environ, **ENVIRONMENT}, extra_arguments=["--log-level=ERROR"]
+        )
         self._client = self._manager.blocking_client()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=_PATIENCE_SECONDS)

@@ -223,16 +223,19 @@ def _message(error: BaseException) -> str:
         return f"(its text cannot be shown: {type(broken).__name__})"
 
 
-def _persons_traceback(error: BaseException) -> str:
+def _persons_traceback(error: BaseException, seen: frozenset[int] = frozenset()) -> str:
     """Return the person's frames of an exception, after those of what led to it."""
     text = _persons_frames(error.__traceback__)
     cause, context = error.__cause__, error.__context__
+    seen |= {id(error)}
+    if id(cause) in seen or id(context) in seen:  # ``raise error from error``
+        return text
     if cause is not None:
         between = "The above exception was the direct cause of the following exception:"
-        return f"{_persons_traceback(cause)}{_last_line(cause)}\n\n{between}\n\n{text}"
+        return f"{_persons_traceback(cause, seen)}{_last_line(cause)}\n\n{between}\n\n{text}"
     if context is None or error.__suppress_context__:
         return text
-    earlier = _persons_traceback(context)
+    earlier = _persons_traceback(context, seen)
     if not earlier:  # a library's own business
         return text
     between = "During handling of the above exception, another exception occurred:"

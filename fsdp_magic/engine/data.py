@@ -51,12 +51,14 @@ class Position:
         samples: global samples taken in this epoch (of ready batches: steps taken).
         key: identity of the data this is a position in.
         iterator: of ready batches, between runs.
+        uncommitted: ready batches that were taken for a step that was not done.
     """
 
     epoch: int = 0
     samples: int = 0
     key: int = 0
     iterator: Iterator[Any] | None = field(default=None, repr=False)
+    uncommitted: list[Any] | None = field(default=None, repr=False)
 
 
 class Data:
@@ -106,7 +108,8 @@ class Data:
         self.micro_batch_size = None if self._indexed is None else batch.micro_batch_size
         self.steps_per_epoch = self._count_steps()
         if position.key != id(source):
-            position.epoch, position.samples, position.iterator = 0, 0, None
+            position.epoch, position.samples = 0, 0
+            position.iterator = position.uncommitted = None
             position.key = id(source)
         self._pending: Iterator[Any] | None = None
 
@@ -127,10 +130,7 @@ class Data:
     def commit(self) -> None:
         """Count the step that was taken last; without this its batches come again."""
         self._position.samples += self.batch.global_size if self._indexed is not None else 1
-
-    def rewind(self) -> None:
-        """Forget what was taken and not committed."""
-        self._pending = None
+        self._position.uncommitted = None
 
     # -- map-style
 
@@ -161,15 +161,25 @@ class Data:
     def _take_ready(self) -> list[Any] | None:
         """Take one ready batch per micro-step, beginning anew at the end if that is possible."""
         position = self._position
+        taken = position.uncommitted
+        if taken is None or len(taken) != self.batch.accumulate:
+            taken = self._next_ready()
+        if taken is None and self._can_begin_anew():
+            had_any = position.samples > 0
+            position.epoch, position.samples, position.iterator = position.epoch + 1, 0, None
+            if self._goes_round and had_any:
+                taken = self._next_ready()
+        position.uncommitted = taken
+        return taken
+
+    def _next_ready(self) -> list[Any] | None:
+        position = self._position
         if position.iterator is None:
             position.iterator = self._ready_iterator()
-        taken = _first(position.iterator, self.batch.accumulate)
-        begins_anew = iter(self._source) is not self._source and position.samples > 0
-        if taken is None and self._goes_round and begins_anew:
-            position.epoch, position.samples = position.epoch + 1, 0
-            position.iterator = self._ready_iterator()
-            taken = _first(position.iterator, self.batch.accumulate)
-        return taken
+        return _first(position.iterator, self.batch.accumulate)
+
+    def _can_begin_anew(self) -> bool:
+        return isinstance(self._source, DataLoader) or iter(self._source) is not self._source
 
     def _ready_iterator(self) -> Iterator[Any]:
         if not isinstance(self._source, DataLoader):

@@ -18,14 +18,22 @@ _EPSILON = 1e-6
 
 
 def reduce_whole(parameters: Iterable[torch.Tensor]) -> None:
-    """Add the gradients of whole parameters up over the ranks; a missing one counts as zero.
+    """Add the gradients of whole parameters up over the ranks.
+
+    One that is missing on some ranks counts as zero there; one that is missing on all stays so.
 
     Collective: every rank must call this.
     """
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    for parameter, anywhere in zip(trained, used.tolist(), strict=True):
+        if anywhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
 
 
 def total_norm(parameters: Sequence[torch.Tensor], *, world_size: int) -> torch.Tensor:

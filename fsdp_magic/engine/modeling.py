@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,9 +42,9 @@ def wanted_modules(
         FsdpError: if there is no module with parameters, or one was sharded by other code.
     """
     found = (
-        {name: _named_module(name, namespace) for name in spec.names}
+        _called({name: _named_module(name, namespace) for name in spec.names})
         if spec.names
-        else outermost(_with_parameters(reachable(namespace, nn.Module, names=sorted(assigned))))
+        else outermost(_modules(namespace, sorted(assigned)))
     )
     if not found:
         raise FsdpError(
@@ -50,7 +52,7 @@ def wanted_modules(
             "model = GPT2LMHeadModel(config), or name one: %%fsdp_model NAME"
         )
     wanted = {name: module for name, module in found.items() if not _is_sharded(module)}
-    ours = {id(model.module): model for model in models.values()}
+    ours = {id(model.module): model for model in models.values() if model.alive}
     foreign = [n for n, module in found.items() if n not in wanted and id(module) not in ours]
     if foreign:
         raise FsdpError(
@@ -77,9 +79,7 @@ def shard_all(
         model, replaced = fsdp.shard(module, name=name, spec=spec, world=world)
         for optimizer in reachable(namespace, Optimizer).values():
             repoint(optimizer, replaced)
-        _drop_unbound(models, namespace)
-        models.pop(name, None)
-        models[name] = model
+        _remember(model, models)
         placements.append(fsdp.placement(model, world))
     return tuple(placements)
 
@@ -94,7 +94,7 @@ def shard_forgotten(namespace: Mapping[str, Any], *, models: Models, world: Worl
         for optimizer in reachable(namespace, Optimizer).values()
         for parameter in parameters_of(optimizer)
     }
-    found = outermost(_with_parameters(reachable(namespace, nn.Module)))
+    found = outermost(_modules(namespace, None))
     forgotten = {
         name: module
         for name, module in found.items()
@@ -117,16 +117,42 @@ def _named_module(name: str, namespace: Mapping[str, Any]) -> nn.Module:
     return module
 
 
-def _with_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    return {n: m for n, m in modules.items() if next(m.parameters(), None) is not None}
+def _modules(namespace: Mapping[str, Any], names: Iterable[str] | None) -> dict[str, nn.Module]:
+    """Return the modules with parameters that names lead to."""
+    found = _called(reachable(namespace, nn.Module, names=names))
+    return {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
 
 
 def _is_sharded(module: nn.Module) -> bool:
     return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
-def _drop_unbound(models: Models, namespace: Mapping[str, Any]) -> None:
-    """Forget models that no name leads to any more, so that their memory is freed."""
-    bound = {id(module) for module in reachable(namespace, nn.Module).values()}
-    for name in [name for name, model in models.items() if id(model.module) not in bound]:
+def _remember(model: ShardedModel, models: Models) -> None:
+    """Add a model; those that are gone are forgotten, one that lost its name gets another."""
+    gc.collect()  # modules hold themselves in cycles
+    for name in [name for name, other in models.items() if not other.alive]:
         del models[name]
+    earlier = models.pop(model.name, None)
+    if earlier is not None:
+        name = next(
+            f"{model.name} ({n})" for n in itertools.count(1) if f"{model.name} ({n})" not in models
+        )
+        earlier.name = name
+        models[name] = earlier
+    models[model.name] = model
+
+
+def _called(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return modules with those in the place of a container that are called by themselves."""
+    called: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        if isinstance(module, fsdp.WITHOUT_FORWARD):
+            quote = isinstance(module, nn.ModuleDict)
+            parts = {
+                f"{name}[{key!r}]" if quote else f"{name}[{key}]": child
+                for key, child in module.named_children()
+            }
+            called |= _called(parts)
+        else:
+            called[name] = module
+    return called

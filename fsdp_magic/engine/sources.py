@@ -18,6 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_magic.core.errors import FsdpError
 
@@ -84,6 +85,11 @@ def _loader(loader: DataLoader[Any], *, shuffle: bool, collate: Collate | None) 
         return None
     if type(loader.batch_sampler) is not BatchSampler:  # the person's own
         return None
+    if isinstance(loader.sampler, DistributedSampler):
+        raise FsdpError(
+            "the DataLoader has a DistributedSampler, and %%fsdp_train cuts the data over the "
+            "ranks itself; leave the sampler out: DataLoader(dataset, batch_size=8, shuffle=True)"
+        )
     length = len(loader.sampler)  # type: ignore[arg-type]  # samplers of map-style data have one
 
     def order(seed: int, epoch: int) -> list[int]:
@@ -110,7 +116,7 @@ def _loader(loader: DataLoader[Any], *, shuffle: bool, collate: Collate | None) 
 def _sampler_order(loader: DataLoader[Any], seed: int, epoch: int, *, shuffle: bool) -> list[int]:
     """Return the order a loader's sampler gives, the same on all ranks."""
     sampler = loader.sampler
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
+    if isinstance(sampler, RandomSampler) and _takes_each_once(sampler):
         return _order(len(sampler), seed, epoch, shuffle=shuffle)
     if isinstance(sampler, SequentialSampler):
         return list(range(len(sampler)))
@@ -119,6 +125,10 @@ def _sampler_order(loader: DataLoader[Any], seed: int, epoch: int, *, shuffle: b
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_epoch_seed(seed, epoch))
         return [int(index) for index in sampler]
+
+
+def _takes_each_once(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and len(sampler) == len(sampler.data_source)
 
 
 def _order(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:

@@ -12,11 +12,14 @@ over micro-steps and ranks. N is known from the first vote. Nothing here waits f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine import gradients
@@ -30,6 +33,16 @@ from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained
 from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.world import World
+
+_UNCOUNTED = "batches have no common number of samples (dim 0 of their tensors); each counts one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """What each micro-batch of this rank counts, and what all of all ranks count together."""
+
+    counts: list[int]
+    total: int
 
 
 class StepLoop:
@@ -84,15 +97,15 @@ class StepLoop:
             first_step: ``step`` of the first one in the cell.
             total_steps: how many; None: to the end of the data.
         """
-        step = first_step
-        while total_steps is None or step < first_step + total_steps:
-            batches = self._take()
-            total, goes_on = self._agree_to_start(batches)
-            if not goes_on:
+        for step in itertools.count(first_step):
+            # ranks whose data differs in length must still take the same number of steps
+            over = total_steps is not None and step == first_step + total_steps
+            batches = None if over else self._take()
+            weights = self._agree_to_start(batches)
+            if weights is None or batches is None:
+                self._note_early_end(step - first_step, total_steps)
                 return
-            assert batches is not None
-            self._run_step(step, batches, total)
-            step += 1
+            self._run_step(step, batches, weights)
 
     # -- the parts of a step, in order
 
@@ -104,30 +117,43 @@ class StepLoop:
         with INTERRUPTS.allowed():
             return self._data.take()
 
-    def _agree_to_start(self, batches: StepBatches | None) -> tuple[int, bool]:
-        """Return the samples of the global batch, and whether all ranks take the step."""
+    def _agree_to_start(self, batches: StepBatches | None) -> _Weights | None:
+        """Return what each micro-batch counts; None if not all ranks take the step.
+
+        If any rank's batches have no number of samples, every micro-batch counts one.
+        """
         flags = Flag.STOP if self._stopping() else Flag.NONE
         count = 0
         if batches is None:
             flags |= Flag.NO_BATCH
+        elif None in batches.counts:
+            flags |= Flag.UNCOUNTED
         else:
-            count = sum(self._counts(batches))
+            count = sum(count for count in batches.counts if count is not None)
         agreed, total = self._world.vote.take(flags, count=count)
         if Flag.STOP in agreed:
             self.stopped = True
-        return total, agreed == Flag.NONE
+        if Flag.STOP in agreed or Flag.NO_BATCH in agreed:
+            return None
+        if Flag.UNCOUNTED in agreed:
+            self._note(_UNCOUNTED)
+            ones = [1] * self._accumulate
+            return _Weights(counts=ones, total=self._accumulate * self._world.world_size)
+        assert batches is not None
+        counts = [count for count in batches.counts if count is not None]
+        return _Weights(counts=counts, total=total)
 
-    def _run_step(self, step: int, batches: StepBatches, total: int) -> None:
-        counts = self._counts(batches)
-        self._note_sizes(batches, total)
+    def _run_step(self, step: int, batches: StepBatches, weights: _Weights) -> None:
+        self._note_sizes(batches, weights.total)
         share = None
-        for micro_step, (batch, count) in enumerate(zip(batches.batches, counts, strict=True)):
+        counted = zip(batches.batches, weights.counts, strict=True)
+        for micro_step, (batch, count) in enumerate(counted):
             values = {"step": step, "micro_step": micro_step, "epoch": batches.epoch}
             self._names.bind(values if self._data is None else {**values, "batch": batch})
             loss = self._forward()
-            part = loss.detach() * (count / total)
+            part = loss.detach() * (count / weights.total)
             share = part if share is None else share + part
-            self._backward(loss, count / total)
+            self._backward(loss, count / weights.total)
         assert share is not None
         norm = self._measure()
         self._world.vote.take()  # from here on no rank can fail but in its own optimizer
@@ -183,15 +209,14 @@ class StepLoop:
 
     # -- sizes
 
-    def _counts(self, batches: StepBatches) -> list[int]:
-        """Return samples per micro-batch; each counts one where any has no number of them."""
-        counts = [count for count in batches.counts if count is not None]
-        if len(counts) == len(batches.counts):
-            return counts
-        note = "batches have no common number of samples (dim 0 of their tensors); each counts one"
+    def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
-        return [1] * len(batches.counts)
+
+    def _note_early_end(self, steps: int, total_steps: int | None) -> None:
+        """Say so if data ended before the steps that were asked for."""
+        if total_steps is not None and steps < total_steps and not self.stopped:
+            self._note(f"the data ended after {steps} of {total_steps} steps")
 
     def _note_sizes(self, batches: StepBatches, total: int) -> None:
         if self._data is not None and self.samples_per_step is None:
@@ -220,6 +245,11 @@ def _checked_loss(namespace: dict[str, Any]) -> torch.Tensor:
         raise FsdpError("the cell binds no `loss`; end it with a line such as: loss = model(batch)")
     if not isinstance(loss, torch.Tensor):
         raise FsdpError(f"`loss` is a {type(loss).__name__}; it must be a tensor of one element")
+    if isinstance(loss, DTensor):
+        raise FsdpError(
+            "`loss` is made of sharded parameters directly, which adds up each rank's part only; "
+            "put such a term into the model's forward"
+        )
     if loss.numel() != 1:
         raise FsdpError(
             f"`loss` has shape {tuple(loss.shape)}; it must have one element: loss = loss.mean()"

@@ -52,9 +52,20 @@ def find_trained(
             repoint(optimizer, torch_private.sharded_of_unsharded(model.module))
     refuse_shared(optimizers)
     parameters = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
+    _refuse_foreign(parameters, models)
     whole = [p for p in parameters if not isinstance(p, DTensor)]
     trained = Trained(optimizers=optimizers, parameters=parameters, whole=whole)
     return trained, [*_unoptimized(models, parameters), *_unstepped_schedulers(namespace)]
+
+
+def _refuse_foreign(parameters: list[torch.Tensor], models: list[ShardedModel]) -> None:
+    """Raise if an optimizer trains shards that are not ours: their gradients would be averaged."""
+    ours = {id(p) for model in models for p in model.module.parameters()}
+    if any(isinstance(p, DTensor) and id(p) not in ours for p in parameters):
+        raise FsdpError(
+            "an optimizer holds sharded parameters of a model that %%fsdp_model did not shard, or "
+            "that is gone; build the model and its optimizer again in a %%fsdp_model cell"
+        )
 
 
 def _unoptimized(models: list[ShardedModel], parameters: list[torch.Tensor]) -> list[str]:

@@ -56,7 +56,7 @@ def open_data(
         seed=world.request.seed,
         shuffle=not spec.no_shuffle,
         collate=collate,
-        goes_round=spec.steps is not None,
+        goes_round=spec.steps is not None or spec.epochs is not None,
         device=world.device,
         position=position,
     )
@@ -141,7 +141,7 @@ class TrainingRun:
         """
         spec, world = self._request.spec, self._world
         self._notes += modeling.shard_forgotten(self._namespace, models=models, world=world)
-        sharded = list(models.values())
+        sharded = [model for model in models.values() if model.alive]
         self._trained, notes = find_trained(self._namespace, sharded)
         self._notes += notes + put_in_train_mode(sharded, self._trained)
         data = open_data(spec, self._namespace, world=world, position=position)

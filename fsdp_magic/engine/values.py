@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -63,12 +64,24 @@ def _tensor_bytes(value: Any) -> int:
     return 0
 
 
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
 def _gathered(value: Any) -> Any:
+    if not _holds_tensors(value):
+        return value
     if isinstance(value, torch.Tensor):
         local = value.full_tensor() if isinstance(value, DTensor) else value
         return local.detach().cpu()
     if isinstance(value, dict):
-        return type(value)((key, _gathered(item)) for key, item in value.items())
+        copied = copy.copy(value)  # of its own class, with what its class keeps
+        copied.update((key, _gathered(item)) for key, item in value.items())
+        return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_gathered(item) for item in value))
     if isinstance(value, (list, tuple)):

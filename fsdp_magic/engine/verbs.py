@@ -78,6 +78,10 @@ class Engine:
         assert self._randomness is not None
         return self._randomness
 
+    def living_models(self) -> list[ShardedModel]:
+        """Return the sharded models that are still there."""
+        return [model for model in self.models.values() if model.alive]
+
     def enter(self, world: World) -> None:
         """Take a place in the world."""
         self._world = world
@@ -118,7 +122,7 @@ class Engine:
                 _say_hidden(hidden)
             try:
                 yield
-                for model in self.models.values():
+                for model in self.living_models():
                     fsdp.reshard(model)
             except BaseException as error:
                 INTERRUPTS.close()
@@ -257,7 +261,7 @@ def status(engine: Engine, request: StatusRequest) -> Reply:
         device_name=telemetry.device_name(world.device),
         memory=telemetry.memory(),
         activity=telemetry.activity(world.device),
-        models=tuple(engine.models),
+        models=tuple(model.name for model in engine.living_models()),
         steps=engine.steps,
         torch_version=str(torch.__version__),
     )
@@ -270,7 +274,7 @@ def recover(engine: Engine, request: RecoverRequest) -> Reply:
     Collective: every rank must call this.
     """
     engine.world.reconnect(request.generation)
-    for sharded in engine.models.values():
+    for sharded in engine.living_models():
         torch_private.forget_iteration(sharded.module)
     return Reply(rank=engine.world.rank)
 

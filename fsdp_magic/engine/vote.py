@@ -26,7 +26,9 @@ class Flag(enum.IntFlag):
     STOP = 1
     """The person wants the run to stop here."""
     NO_BATCH = 2
-    """This rank's data is at its end."""
+    """This rank's data is at its end, or it has taken all its steps."""
+    UNCOUNTED = 4
+    """This rank's batches have no number of samples."""
 
 
 class Vote:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.specs import (
@@ -33,22 +33,25 @@ class FsdpMagics(Magics):
         spec = parse(line, InitSpec, magic="%fsdp_init")
         return sessions.init_from(spec)
 
-    @cell_magic
-    def fsdp(self, line: str, cell: str) -> None:
+    @line_cell_magic
+    def fsdp(self, line: str, cell: str | None = None) -> None:
         """Run the cell on every rank, as ordinary Python."""
+        cell = _body(cell, "fsdp")
         spec = parse(line, RunSpec, magic="%%fsdp")
         self._session().run(cell, ranks=spec.ranks, timeout=spec.timeout, name=self._name("fsdp"))
 
-    @cell_magic
-    def fsdp_model(self, line: str, cell: str) -> None:
+    @line_cell_magic
+    def fsdp_model(self, line: str, cell: str | None = None) -> None:
         """Run the cell on every rank, then shard what it built."""
+        cell = _body(cell, "fsdp_model")
         session = self._session()
         spec = parse(line, ModelSpec, magic="%%fsdp_model", strategy=session.spec.strategy)
         session.model(cell, spec.names, strategy=spec.strategy, name=self._name("fsdp_model"))
 
-    @cell_magic
-    def fsdp_train(self, line: str, cell: str) -> Run | None:
+    @line_cell_magic
+    def fsdp_train(self, line: str, cell: str | None = None) -> Run | None:
         """Run the cell as training steps; it binds `loss`."""
+        cell = _body(cell, "fsdp_train")
         session = self._session()
         spec = parse(line, TrainSpec, magic="%%fsdp_train")
         before = len(session.runs)
@@ -131,6 +134,16 @@ class FsdpMagics(Magics):
         assert self.shell.history_manager is not None
         number = len(self.shell.history_manager.input_hist_parsed) - 1
         return f"<%%{magic} [{number}]>"
+
+
+def _body(cell: str | None, magic: str) -> str:
+    """Return the cell of a cell magic.
+
+    It is a line magic too only because IPython looks for ``%magic?`` among those.
+    """
+    if cell is None:
+        raise UsageError(f"%{magic} takes a cell; type %%{magic} and the code beneath it")
+    return cell
 
 
 _SPECS: dict[str, type[Any]] = {

@@ -51,6 +51,7 @@ class Session:
         self.spec = spec
         self.runs: list[Run] = []
         self._run_ids = 0
+        self._earlier_runs = 0
         self._plan = plan_world(spec)
         self._engines: Engines | None = Engines(self._plan)
         _LIVE.add(self)
@@ -60,6 +61,7 @@ class Session:
     def restart(self) -> Session:
         """Replace every engine by a fresh one; variables and models on them are gone."""
         self.shutdown()
+        self._earlier_runs = len(self.runs)
         self._engines = Engines(self._plan)
         _LIVE.add(self)
         return self
@@ -266,7 +268,7 @@ class Session:
         stamp = display.stamp()
         display.show(status.html(ranks, stamp=stamp), status.text(ranks, stamp=stamp))
         display.mark_shown(self)
-        if self.runs:
+        if len(self.runs) > self._earlier_runs:
             self.runs[-1].show()
 
     def push(self, **variables: Any) -> None:

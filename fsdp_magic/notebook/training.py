@@ -28,18 +28,24 @@ class TrainingPanel:
         self._spec = spec
         self._show = show
         self._panel = display.Panel()
-        self._drawn_at = float("-inf")
+        self._drawn_at = time.monotonic()
+        self._is_drawn = False
         self._marks: list[tuple[float, int]] = []
 
     def tick(self) -> None:
         """Draw a frame if half a second has passed since the last one."""
         now = time.monotonic()
         if self._show and now - self._drawn_at >= _FRAME_SECONDS:
-            self._drawn_at = now
+            self._drawn_at, self._is_drawn = now, True
             self._panel.draw(*self._frame(), final=False)
 
     def finish(self) -> None:
-        """Draw the last frame, which stays in the saved notebook and with the run."""
+        """Draw the last frame, which stays in the saved notebook and with the run.
+
+        A run that was refused at once has nothing to show but its error.
+        """
+        if self._run.state == "failed" and not self._run.steps and not self._is_drawn:
+            return
         self._run.last_frame = self._frame()
         if self._show:
             self._panel.draw(*self._run.last_frame, final=True)

@@ -151,7 +151,7 @@ def scale_text(gauges: Sequence[Gauge]) -> str:
     known = [gauge for gauge in gauges if gauge.memory is not None]
     if not known or all(gauge.full_bytes is not None for gauge in known):
         return ""
-    return f"full bar {bytes_text(full_bytes(gauges))}"
+    return f"full bar {bytes_text(full_bytes(gauges)).replace('.0 ', ' ')}"
 
 
 def capacity_text(capacity_bytes: int | None, unit: MemoryUnit) -> str:

@@ -113,7 +113,8 @@ def _summary(placement: Placement) -> str:
     """Return the model in numbers."""
     held = placement.local_bytes
     mean = sum(held) / max(1, len(held))
-    balance = f" · fullest rank {max(held) / mean:.2f}× the mean" if mean else ""
+    uneven = mean and max(held) / mean >= 1.005
+    balance = f" · fullest rank {max(held) / mean:.2f}× the mean" if uneven else ""
     return (
         f"{one_line(placement.strategy)} on {placement.world_size} "
         f"rank{'s' if placement.world_size != 1 else ''} · {len(placement.parameters)} tensors · "

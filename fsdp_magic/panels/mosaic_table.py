@@ -67,16 +67,17 @@ def mosaic_table(columns: Sequence[Column], lines: Sequence[str], *, what: str) 
         lines: as ``line`` makes them.
         what: heading of the names.
     """
-    # Names get 29 % of it, ranks 60 %: a name and a rank's sum have to fit.
+    # Of eight ranks names get 29 %, ranks 60 %: a name and a rank's sum have to fit.
     least = max(560, 97 * len(columns))
     drawn = table(_head(columns, what), lines, fixed=True)
     return f'<div style="min-width:{least}px">{drawn}</div>'
 
 
 def _head(columns: Sequence[Column], what: str) -> str:
-    width = f"width:{60 / len(columns):.2f}%;padding-left:0"
+    names = 29 if len(columns) > 4 else 40
+    width = f"width:{(89 - names) / len(columns):.2f}%;padding-left:0"
     return (
-        head_cell(what, style=FIRST + "width:29%")
+        head_cell(what, style=FIRST + f"width:{names}%")
         + "".join(head_cell(column.heading, style=width) for column in columns)
         + head_cell("all ranks", style="width:11%", right=True)
     )

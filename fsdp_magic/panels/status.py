@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_magic.core.telemetry import RankStatus
-from fsdp_magic.core.units import UNKNOWN
+from fsdp_magic.core.units import MIB, UNKNOWN
 from fsdp_magic.panels.gauges import (
     Gauge,
     bar,
@@ -61,7 +61,8 @@ def html(ranks: Sequence[RankStatus], *, stamp: str, heading: str = "") -> str:
         '<div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0px 16px;'
         f'margin-bottom:4px"><b>{escape(one_line(heading) or _count(ranks))} </b>'
         f'<span style="{SMALL}">{escape(stamp)} </span></div>'
-        f'<div style="margin-bottom:4px">{legend()}</div>' + table(head, rows)
+        + (f'<div style="margin-bottom:4px">{legend()}</div>' if _is_used(gauges) else "")
+        + table(head, rows)
     )
     return card(content, label="Session status")
 
@@ -92,8 +93,13 @@ def _gauge(rank: RankStatus) -> Gauge:
     )
 
 
+def _is_used(gauges: Sequence[Gauge]) -> bool:
+    """Return whether there is anything to see in the bars."""
+    return any(gauge.highest_bytes >= MIB for gauge in gauges)
+
+
 def _memory_head(gauges: Sequence[Gauge], unit: MemoryUnit) -> str:
-    scale = scale_text(gauges)
+    scale = scale_text(gauges) if _is_used(gauges) else ""
     return f"memory, {unit.name}" + (f", {scale}" if scale else "")
 
 

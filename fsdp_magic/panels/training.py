@@ -216,8 +216,14 @@ def _figures(view: TrainingView) -> list[tuple[str, str]]:
 
 def _peak_bytes(view: TrainingView) -> int | None:
     """Return the used bytes of the fullest rank at its peak."""
-    peaks = [rank.peak_memory.used_bytes for rank in view.ranks if rank.peak_memory]
-    return max(peaks, default=None)
+    peaks = [_peak_used_bytes(rank) for rank in view.ranks]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _peak_used_bytes(rank: RankView) -> int | None:
+    """Return the most that is known to have been used: then, or now if the cache has grown."""
+    samples = [sample.used_bytes for sample in (rank.peak_memory, rank.memory) if sample]
+    return max(samples, default=None) if rank.peak_memory else None
 
 
 def _milliseconds_text(view: TrainingView) -> str:
@@ -267,7 +273,7 @@ def _gauges(view: TrainingView) -> list[Gauge]:
             rank=rank.rank,
             device_name=rank.device_name,
             memory=rank.memory,
-            peak_bytes=rank.peak_memory.used_bytes if rank.peak_memory else None,
+            peak_bytes=_peak_used_bytes(rank),
             activity=rank.activity,
         )
         for rank in view.ranks

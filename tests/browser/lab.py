@@ -235,11 +235,6 @@ class Notebook:
         """Return the text under a cell, as it is seen."""
         return self.cell(index).locator(".jp-Cell-outputWrapper").inner_text()
 
-    def errors(self, index: int) -> str:
-        """Return what stands red under a cell."""
-        red = self.cell(index).locator('[data-mime-type="application/vnd.jupyter.stderr"]')
-        return "\n".join(red.all_inner_texts())
-
     def use_theme(self, theme: Theme) -> None:
         """Change the theme of the page."""
         self.settle("apputils:change-theme", theme=theme)

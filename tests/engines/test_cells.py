@@ -590,3 +590,16 @@ def test_the_engines_can_be_reached_with_ipyparallel_too(session: Session) -> No
     view.push({"x": 3}, block=True)
     assert results(session, "x") == ["3", "3"]
     assert view.pull("x", block=True) == [3, 3]
+
+
+def test_an_exception_that_is_its_own_cause_is_shown(session: Session) -> None:
+    error = failed(session, "e = ValueError('self')\nraise e from e")
+    assert "ValueError: self" in str(error)
+    assert results(session, "1") == ["1", "1"]
+
+
+def test_values_of_dict_like_classes_come_as_they_are(session: Session) -> None:
+    session.run("import collections, torch", show=False)
+    assert session.pull("collections.Counter('aab')") == {"a": 2, "b": 1}
+    assert session.pull("collections.defaultdict(list, a=[1])")["missing"] == []
+    assert session.pull("collections.OrderedDict(x=torch.ones(2))")["x"].tolist() == [1.0, 1.0]

@@ -224,3 +224,76 @@ def test_training_cells_draw_differently_on_ranks_and_plain_cells_alike(prepared
     assert prepared.pull("drawn", rank=0) != prepared.pull("drawn", rank=1)
     plain = prepared.run("float(torch.rand(()))", show=False)
     assert plain[0].result == plain[1].result
+
+
+def test_map_style_data_of_unequal_length_gives_ranks_the_same_number_of_steps(prepared):
+    prepared.run("data = Numbers(64 if rank == 0 else 32)", show=False)
+    run = prepared.train(CELL, data="data", micro_batch_size=4, show=False)
+    assert (run.state, run.steps) == ("done", 4)
+
+
+def test_a_step_counts_every_batch_as_one_if_any_rank_cannot_count_its_samples(prepared):
+    prepared.run(
+        "data = iter([(torch.ones(4, 1, dtype=torch.float64), torch.ones(4 if rank else 7))])",
+        show=False,
+    )
+    run = prepared.train(
+        "loss = (model(batch[0]) * 0).sum() + float(rank)", data="data", show=False
+    )
+    assert run.losses == [0.5]
+    assert any("each counts one" in note for note in run.notes)
+
+
+READY = """
+class Ready:
+    def __iter__(self):
+        return iter([torch.full((2, 1), float(i), dtype=torch.float64) for i in range(3)])
+"""
+
+
+def test_ready_batches_begin_anew_at_each_run(prepared):
+    prepared.run(READY + "data = Ready()", show=False)
+    assert [prepared.train(CELL, data="data", show=False).steps for _ in range(3)] == [3, 3, 3]
+    assert prepared.train(CELL, data="data", steps=7, show=False).steps == 7
+
+
+def test_the_ready_batch_of_a_failed_step_comes_again(prepared):
+    prepared.run(
+        "data = (torch.full((2, 1), float(i), dtype=torch.float64) for i in range(9))", show=False
+    )
+    with pytest.raises(CellFailedError):
+        prepared.train("if step == 2: 1 / 0\n" + CELL, data="data", steps=5, show=False)
+    prepared.train(CELL, data="data", steps=2, show=False)
+    taken = [batch[0] for _, batch in prepared.pull("seen")]
+    assert taken == [0, 1, 2, 3]
+
+
+def test_data_that_ends_early_is_said(prepared):
+    prepared.run("data = (torch.ones(2, 1, dtype=torch.float64) for _ in range(3))", show=False)
+    run = prepared.train(CELL, data="data", steps=5, show=False)
+    assert run.steps == 3
+    assert "the data ended after 3 of 5 steps" in run.notes
+
+
+def test_a_sampler_of_fewer_samples_still_reaches_all(prepared):
+    prepared.run(
+        "numbers = Numbers(64)\n"
+        "data = DataLoader(numbers, batch_size=4, "
+        "sampler=torch.utils.data.RandomSampler(numbers, num_samples=16))",
+        show=False,
+    )
+    prepared.train(CELL, data="data", steps=20, show=False)
+    epochs = samples_by_epoch(prepared)
+    assert all(len(set(ranks[0] + ranks[1])) == 16 for ranks in epochs.values())
+    assert max(max(ranks[0]) for ranks in epochs.values()) > 32
+
+
+def test_a_distributed_sampler_is_refused_in_one_line(prepared):
+    prepared.run(
+        "from torch.utils.data.distributed import DistributedSampler\n"
+        "numbers = Numbers(64)\n"
+        "data = DataLoader(numbers, batch_size=4, sampler=DistributedSampler(numbers))",
+        show=False,
+    )
+    with pytest.raises(CellFailedError, match="leave the sampler out"):
+        prepared.train(CELL, data="data", show=False)

@@ -19,7 +19,7 @@ from fsdp_magic.engine import data as data_module
 from fsdp_magic.engine.parallel import fsdp
 _originals = [
     (step.StepLoop, "_backward"), (step.StepLoop, "_measure"), (step.StepLoop, "_forward"),
-    (step.StepLoop, "_counts"), (fsdp, "_set_divide_factor"), (gradients, "clip"),
+    (fsdp, "_set_divide_factor"), (gradients, "clip"),
     (gradients, "total_norm"), (gradients, "reduce_whole"), (optimizers, "repoint"),
     (data_module.Data, "take"), (data_module.Data, "_epoch_indices"),
 ]

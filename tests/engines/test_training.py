@@ -7,6 +7,7 @@ import signal
 import threading
 
 import pytest
+import torch
 from equality import (
     GPT2,
     GPT2_CELL,
@@ -300,6 +301,95 @@ def test_mixed_dtypes_in_a_unit_are_all_named_before_anything_is_sharded(session
 def test_a_cell_without_a_module_is_one_clear_line(session):
     with pytest.raises(CellFailedError, match="binds no module with parameters"):
         session.model("x = 1", show=False)
+
+
+SLOTS = """
+class Pair:
+    __slots__ = ("first", "second")
+
+pair = Pair()
+pair.first = model
+torch.manual_seed(7)
+pair.second = Net().to(torch.float64)
+del model
+optimizer = torch.optim.SGD([*pair.first.parameters(), *pair.second.parameters()], lr=0.1)
+"""
+
+
+def test_models_that_no_plain_name_leads_to_are_trained_as_one_process_would(session):
+    code = Case(model=PLAIN, cell=PLAIN_CELL, optimizer=SLOTS).built
+    session.model(code, ("pair.first", "pair.second"), show=False)
+    cell = "x, y = batch\nloss = (pair.first(x) * pair.second(x) - y).pow(2).mean()"
+    run = session.train(cell, steps=3, **OPTIONS)
+    names: dict = {}
+    exec(code, names)
+    pair, data, optimizer = names["pair"], names["data"], names["optimizer"]
+    for step, norm in enumerate(run.grad_norms):
+        x, y = map(torch.stack, zip(*data[step * 16 : (step + 1) * 16], strict=True))
+        optimizer.zero_grad()
+        (pair.first(x) * pair.second(x) - y).pow(2).mean().backward()
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        expected = torch.sqrt(sum(g.pow(2).sum() for g in gradients)).item()
+        assert norm == pytest.approx(expected, rel=1e-9)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("container", "names"),
+    [
+        ("nn.ModuleDict({'a': Net().double(), 'b': Net().double()})", ("nets['a']", "nets['b']")),
+        ("nn.ModuleList([Net().double(), Net().double()])", ("nets[0]", "nets[1]")),
+    ],
+)
+def test_a_container_without_forward_is_sharded_by_what_is_in_it(session, container, names):
+    code = PLAIN.replace("DTYPE", "torch.float64").replace("model = Net", "unused = Net")
+    placement = session.model(
+        code + f"del unused\nnets = {container}\n"
+        "optimizer = torch.optim.SGD(nets.parameters(), lr=0.1)",
+        show=False,
+    )
+    assert session.status(show=False)[0].models == names
+    assert placement.model == names[-1]
+    key = names[0].removeprefix("nets")
+    cell = f"x, y = batch\nloss = (nets{key}(x) - y).pow(2).mean()"
+    before = session.pull(f"nets{key}.first.weight")
+    assert session.train(cell, steps=1, **OPTIONS).state == "done"
+    assert not torch.equal(before, session.pull(f"nets{key}.first.weight"))
+
+
+def test_whole_parameters_without_a_gradient_are_left_alone(session):
+    """AdamW would let a zero gradient decay them; a frozen or unused one has none."""
+    code = PLAIN.replace("DTYPE", "torch.float64").replace("* self.scale", "")
+    session.model(
+        code + "frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)\n"
+        "optimizer = torch.optim.AdamW([*model.parameters(), frozen], lr=0.1)",
+        show=False,
+    )
+    session.train(PLAIN_CELL, steps=2, **OPTIONS)
+    assert session.pull("model.scale").item() == 1.5
+    assert session.pull("frozen").tolist() == [1.0, 1.0]
+
+
+def test_a_block_called_before_the_model_costs_nothing(session):
+    session.model(CASE.built, show=False)
+    session.run("model.transformer.h[1](torch.zeros(1, 3, 32, dtype=torch.float64))", show=False)
+    run = session.train(CASE.cell, steps=6, **OPTIONS)
+    assert abs(run.losses[-1] - single_process(CASE).losses[-1]) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "difference", ["nn.Linear(3, 3 + rank)", "nn.Linear(3, 3, bias=rank == 0)"]
+)
+def test_ranks_that_build_models_of_other_shape_are_told_the_first_difference(session, difference):
+    with pytest.raises(CellFailedError, match="built model differently: rank 0 has"):
+        session.model(f"from torch import nn\nmodel = {difference}", show=False)
+
+
+def test_a_loss_made_of_shards_is_refused(session):
+    session.model(CASE.built, show=False)
+    cell = "loss = sum(p.pow(2).sum() for p in model.parameters() if p.ndim > 1)"
+    with pytest.raises(CellFailedError, match="made of sharded parameters"):
+        session.train(cell, steps=1, **OPTIONS)
 
 
 # -- the cell

@@ -305,3 +305,18 @@ def test_every_magic_says_what_it_does(shell: InteractiveShell) -> None:
     }
     assert len(ours) >= 10
     assert all(function.__doc__ for function in ours.values())
+
+
+@pytest.mark.parametrize("magic", ["fsdp", "fsdp_model", "fsdp_train"])
+def test_help_is_found_with_one_percent_sign_too(shell: InteractiveShell, magic: str) -> None:
+    info = shell.object_inspect(f"%{magic}")
+    assert info["found"]
+    assert "Example:" in info["docstring"]
+
+
+def test_a_cell_magic_on_one_line_says_that_it_takes_a_cell(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    with pytest.raises(UsageError, match="type %%fsdp_train and the code beneath it"):
+        shell.run_line_magic("fsdp_train", "--steps 5")
+    assert session.calls == []

@@ -282,6 +282,17 @@ def test_without_a_capacity_a_full_bar_is_the_largest_peak() -> None:
     assert share(gauge, 30 * GIB, 60 * GIB) == 0.5
 
 
+def test_a_device_that_would_leave_every_bar_empty_is_no_measure_and_that_is_said() -> None:
+    sample = memory(used_bytes=150 * MIB, capacity_bytes=12 * GIB)
+    frame = view("done", ranks=(RankView(rank=0, device_name="", memory=None, peak_memory=sample),))
+    for shown in (Page(training.html(frame)).text, training.text(frame)):
+        assert "full bar 192 MiB" in shown
+        assert "12.0 GiB" in shown
+    half_full = memory(used_bytes=6 * GIB, capacity_bytes=12 * GIB)
+    rank = RankView(rank=0, device_name="", memory=None, peak_memory=half_full)
+    assert "full bar" not in training.text(view("done", ranks=(rank,)))
+
+
 @pytest.mark.parametrize(
     ("largest", "count", "expected"),
     [

@@ -9,11 +9,14 @@ global batch, so their sum is the gradient of the whole.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,8 @@ from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.world import World
 
+WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+"""Containers that only hold: what is in them is called, and sharded, by itself."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -34,19 +39,31 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class ShardedModel:
     """A model that was spread over the ranks; the module stays the person's object.
 
+    It is held weakly, so that a model that nothing leads to any more is freed.
+
     Attributes:
         name: what it was bound to.
-        module: the root.
+        reference: to the root.
         strategy: how it is spread.
-        whole: parameters that every rank holds whole, because FSDP2 cannot cut them.
         notes: sentences a person should read.
     """
 
     name: str
-    module: nn.Module
+    reference: weakref.ref[nn.Module]
     strategy: str
-    whole: list[nn.Parameter] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model is still there."""
+        return self.reference() is not None
+
+    @property
+    def module(self) -> nn.Module:
+        """The root, of a model that is alive."""
+        module = self.reference()
+        assert module is not None
+        return module
 
 
 def shard(
@@ -65,7 +82,7 @@ def shard(
     Returns:
         The sharded model, and each new parameter by the id of the one it replaces.
     """
-    model = ShardedModel(name=name, module=module, strategy=spec.strategy)
+    model = ShardedModel(name=name, reference=weakref.ref(module), strategy=spec.strategy)
     places = _places(module)
     _refuse_meta(module, name)
     module.to(world.device)
@@ -73,9 +90,8 @@ def shard(
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    model.whole = [p for p in module.parameters() if p.ndim == 0]
-    _refuse_mixed_dtypes(module, model.whole)
-    ignored = set(model.whole)
+    ignored = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 cannot cut a scalar
+    _refuse_mixed_dtypes(module, ignored)
     for unit in blocks(module):
         fully_shard(
             unit,
@@ -85,6 +101,7 @@ def shard(
         )
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
+    torch_private.settle_root(module)
     replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
     return model, {key: new for key, new in replaced.items() if new is not None}
 
@@ -178,6 +195,8 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, WITHOUT_FORWARD):
+        return False
     has_parameters = next(module.parameters(), None) is not None
     return has_parameters and any(True for _ in module.children())
 
@@ -202,7 +221,7 @@ def _refuse_meta(module: nn.Module, name: str) -> None:
         )
 
 
-def _refuse_mixed_dtypes(module: nn.Module, whole: list[nn.Parameter]) -> None:
+def _refuse_mixed_dtypes(module: nn.Module, whole: set[nn.Parameter]) -> None:
     """Raise, naming all, if trainable parameters of one unit differ in dtype."""
     kept = {id(parameter) for parameter in whole}
     units = blocks(module)
@@ -224,16 +243,32 @@ def _take_from_rank_0(model: ShardedModel, world: World) -> None:
 
     Collective: every rank must call this.
     """
-    tensors = [*model.module.parameters(), *model.module.buffers()]
-    sums: list[object] = [None] * world.world_size
-    dist.all_gather_object(sums, [_checksum(tensor) for tensor in tensors])
+    named = [*model.module.named_parameters(), *model.module.named_buffers()]
+    tensors = [tensor for _, tensor in named]
+    sums: list[Any] = [None] * world.world_size
+    dist.all_gather_object(sums, [(name, *_checksum(tensor)) for name, tensor in named])
     if all(other == sums[0] for other in sums):
         return
+    _refuse_other_shapes(model.name, sums)
     for tensor in tensors:
         dist.broadcast(tensor.data, src=0)
     model.notes.append(
         f"the ranks had built {model.name} differently; all have rank 0's weights now"
     )
+
+
+def _refuse_other_shapes(model: str, ranks: list[list[tuple[Any, ...]]]) -> None:
+    """Raise, naming the first difference, if ranks built models of different structure."""
+    for rank, tensors in enumerate(ranks):
+        ours, theirs = ([entry[:-1] for entry in each] for each in (ranks[0], tensors))
+        if ours == theirs:
+            continue
+        pairs = itertools.zip_longest(ours, theirs, fillvalue=("nothing", "", ""))
+        first, second = next(pair for pair in pairs if pair[0] != pair[1])
+        raise FsdpError(
+            f"the ranks built {model} differently: rank 0 has {first[0]} {first[1]} {first[2]}, "
+            f"rank {rank} {second[0]} {second[1]} {second[2]}; build it alike on every rank"
+        )
 
 
 def _checksum(tensor: torch.Tensor) -> tuple[object, ...]:

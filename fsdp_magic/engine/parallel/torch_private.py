@@ -83,6 +83,15 @@ def _reset_iteration_state(root: Any) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
 
 
+def settle_root(root: Any) -> None:
+    """Make a module the root of its units now, not at its first forward.
+
+    Else the first forward of anything decides, and a block that is called by itself before the
+    whole model would become a root of its own.
+    """
+    root._get_fsdp_state()._lazy_init()
+
+
 def align_group_count() -> None:
     """Let all ranks count process groups alike, so that the next ``new_group`` meets.
 
