@@ -105,6 +105,26 @@ def shard_forgotten(namespace: Mapping[str, Any], *, models: Models, world: Worl
     return [f"{name} had not been sharded; it is now ({spec.strategy})" for name in forgotten]
 
 
+def bound_names(models: Models, namespace: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of models that still lead to them.
+
+    A model that was replaced lives on as long as a person's variable (a cell's ``logits``, say)
+    holds its graph; it is not shown.
+    """
+    return tuple(
+        model.name
+        for model in models.values()
+        if model.alive and _leads_to(model.name, namespace) is model.module
+    )
+
+
+def _leads_to(name: str, namespace: Mapping[str, Any]) -> Any:
+    try:
+        return eval(name, dict(namespace))
+    except Exception:  # a person's own attribute may raise anything
+        return None
+
+
 def _named_module(name: str, namespace: Mapping[str, Any]) -> nn.Module:
     try:
         module = eval(name, dict(namespace))

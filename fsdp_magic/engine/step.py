@@ -203,7 +203,7 @@ class StepLoop:
         self._memory.count_optimizer_state()
         self._memory.mark()
         gradients.clear(self._trained.parameters)
-        self._memory.gradients_cleared()
+        self._memory.step_over()
         if self._data is not None:
             self._data.commit()
 

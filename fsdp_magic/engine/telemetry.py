@@ -14,6 +14,7 @@ import os
 import platform
 import resource
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,6 +28,8 @@ from fsdp_magic.core.telemetry import DeviceSample, MemorySample
 from fsdp_magic.core.units import MIB
 from fsdp_magic.engine.parallel.torch_private import storage_bytes
 
+_MARK_SECONDS = 0.1
+_FIRST_STEPS = 3
 _OWN_BYTES = 64 * MIB
 """Room beyond the limit for the engine's own threads and messages."""
 
@@ -124,15 +127,21 @@ class MemoryWatch:
         self._optimizer_bytes = 0
         self._states_counted = -1
         self._lock = threading.Lock()
+        self._marks = True
+        self._steps = 0
+        self._marked_at = 0.0
         self.count_optimizer_state()
-        reset_peak()
         self._peak = self.now()
 
     # -- for the main thread
 
     def mark(self) -> None:
-        """Look, where memory is at a height; on CUDA the allocator keeps its own peak."""
-        if isinstance(_METER[0], CpuMeter):
+        """Look, where memory is at a height; on CUDA the allocator keeps its own peak.
+
+        On CPU a look costs up to half a millisecond (``mallinfo2`` walks every free chunk), so
+        the marks of a whole step count, or none do.
+        """
+        if self._marks and isinstance(_METER[0], CpuMeter):
             self.look()
 
     def mark_gradients(self) -> None:
@@ -158,9 +167,15 @@ class MemoryWatch:
             if isinstance(value, torch.Tensor)
         )
 
-    def gradients_cleared(self) -> None:
-        """Note that no gradient is left."""
+    def step_over(self) -> None:
+        """Note that no gradient is left, and decide whether the next step's marks count."""
         self._gradient_bytes = 0
+        self._steps += 1
+        now = time.monotonic()
+        # the first steps always count: the optimizer's state comes in the first
+        self._marks = self._steps < _FIRST_STEPS or now - self._marked_at >= _MARK_SECONDS
+        if self._marks:
+            self._marked_at = now
 
     # -- for any thread
 

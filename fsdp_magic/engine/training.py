@@ -148,6 +148,7 @@ class TrainingRun:
         self._total_steps = length(spec, data)
         self._notes += [] if data is None else data.notes
         parameters = [p for model in sharded for p in model.module.parameters()]
+        telemetry.reset_peak()
         self._memory = MemoryWatch(
             [*parameters, *self._trained.parameters], list(self._trained.optimizers.values())
         )

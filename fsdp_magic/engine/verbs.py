@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import (
@@ -43,7 +44,9 @@ from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.randomness import TrainingRandomness
+from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.service import Service, Tick
+from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.values import packed, whole
 from fsdp_magic.engine.world import World
 
@@ -252,6 +255,8 @@ def pull(engine: Engine, request: PullRequest) -> Reply:
 def status(engine: Engine, request: StatusRequest) -> Reply:
     """Describe this rank."""
     world = engine.world
+    parameters = [p for model in engine.living_models() for p in model.module.parameters()]
+    optimizers = reachable(engine.namespace, Optimizer)
     report = RankStatus(
         rank=world.rank,
         local_rank=world.request.local_rank,
@@ -259,9 +264,9 @@ def status(engine: Engine, request: StatusRequest) -> Reply:
         pid=os.getpid(),
         device=str(world.device),
         device_name=telemetry.device_name(world.device),
-        memory=telemetry.memory(),
+        memory=MemoryWatch(parameters, list(optimizers.values())).now(),
         activity=telemetry.activity(world.device),
-        models=tuple(model.name for model in engine.living_models()),
+        models=modeling.bound_names(engine.models, engine.namespace),
         steps=engine.steps,
         torch_version=str(torch.__version__),
     )

@@ -508,3 +508,5 @@ def test_memory_is_told_by_its_parts(session):
     )  # fmt: skip
     assert parts == peak.used_bytes
     assert peak.peak_allocated_bytes >= peak.allocated_bytes
+    now = session.status(show=False)[0].memory
+    assert (now.parameter_bytes, now.optimizer_bytes) == (held, held)

@@ -43,9 +43,7 @@ def test_without_a_gpu_the_script_says_that_nothing_was_checked() -> None:
 
 def run(*arguments: str) -> dict[str, Any]:
     """Run the script, and return its report."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
     assert done.stdout, done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
