@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_magic.core.units import bytes_text
+
 Kind = Literal["sharded", "replicated"]
 
 
@@ -46,7 +48,7 @@ class ParameterPlacement:
         return math.prod(self.shape) * self.element_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Placement:
     """Where every parameter of one model lives.
 
@@ -63,6 +65,13 @@ class Placement:
     world_size: int
     parameters: tuple[ParameterPlacement, ...]
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return one line; the panels show the parameters."""
+        return (
+            f"<Placement of {self.model}: {self.strategy}, {len(self.parameters)} parameters of "
+            f"{bytes_text(self.global_bytes)} over {self.world_size} ranks>"
+        )
 
     @property
     def local_bytes(self) -> tuple[int, ...]:

@@ -54,3 +54,21 @@ def test_a_model_without_parameters_takes_nothing_anywhere() -> None:
     placement = Placement(model="m", strategy="full_shard", world_size=3, parameters=())
     assert placement.local_bytes == (0, 0, 0)
     assert placement.global_bytes == 0
+
+
+def test_a_placement_is_one_line_where_it_is_printed() -> None:
+    parameter = ParameterPlacement(
+        name="weight",
+        shape=(4, 256),
+        local_shapes=((2, 256), (2, 256)),
+        dtype="float32",
+        element_bytes=4,
+        kind="sharded",
+        unit="",
+    )
+    placement = Placement(
+        model="model", strategy="full_shard", world_size=2, parameters=(parameter,)
+    )
+    assert repr(placement) == (
+        "<Placement of model: full_shard, 1 parameters of 4.0 KiB over 2 ranks>"
+    )
