@@ -29,9 +29,9 @@ def init(*, show: bool = True, **options: Any) -> Session:
         fsdp_magic.errors.UsageError: if an option cannot work.
         fsdp_magic.errors.FsdpError: if the engines did not start.
     """
-    from fsdp_magic.notebook import session
+    from fsdp_magic.notebook import sessions
 
-    return session.init(show=show, **options)
+    return sessions.init(show=show, **options)
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -17,7 +17,7 @@ from fsdp_magic.core.specs import (
     ShardsSpec,
     TrainSpec,
 )
-from fsdp_magic.notebook import session as sessions
+from fsdp_magic.notebook import sessions
 from fsdp_magic.notebook.options import help_text, parse
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.session import Session

@@ -30,9 +30,8 @@ from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.training import TrainingPanel
-from fsdp_magic.notebook.world import WorldPlan, plan_world
+from fsdp_magic.notebook.world import plan_world
 from fsdp_magic.panels import mosaic, status
-from fsdp_magic.panels.parts import escape
 
 PULL_LIMIT_BYTES = GIB
 
@@ -44,6 +43,7 @@ class Session:
     it is called with ``show=False``; elsewhere it logs.
 
     Attributes:
+        plan: the world that was started.
         runs: every ``Run``, also those that raised.
     """
 
@@ -52,8 +52,8 @@ class Session:
         self.runs: list[Run] = []
         self._run_ids = 0
         self._earlier_runs = 0
-        self._plan = plan_world(spec)
-        self._engines: Engines | None = Engines(self._plan)
+        self.plan = plan_world(spec)
+        self._engines: Engines | None = Engines(self.plan)
         _LIVE.add(self)
 
     # -- life
@@ -62,7 +62,7 @@ class Session:
         """Replace every engine by a fresh one; variables and models on them are gone."""
         self.shutdown()
         self._earlier_runs = len(self.runs)
-        self._engines = Engines(self._plan)
+        self._engines = Engines(self.plan)
         _LIVE.add(self)
         return self
 
@@ -81,12 +81,12 @@ class Session:
 
     def __repr__(self) -> str:
         state = "running" if self.running else "shut down"
-        return f"<Session: {self.world_size} {self._plan.device} engines, {state}>"
+        return f"<Session: {self.world_size} {self.plan.device} engines, {state}>"
 
     def _ipython_display_(self) -> None:
         """Show the ranks where a cell ends in the session, unless the cell has just drawn them."""
         if not self.alive:
-            display.show(f"<pre>{escape(repr(self))}</pre>", repr(self))
+            display.write("stdout", f"{self!r}\n")
         elif not display.is_shown(self):
             self.status()
 
@@ -114,7 +114,7 @@ class Session:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._plan.n
+        return self.plan.n
 
     @property
     def client(self) -> Any:
@@ -331,52 +331,6 @@ _LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
 def _shut_all_down() -> None:
     for session in list(_LIVE):
         session.shutdown()
-
-
-def init(*, show: bool = True, **options: Any) -> Session:
-    """Start engines, or return the running session if it is the one asked for.
-
-    Args:
-        show: show ranks, hosts and devices.
-        **options: fields of ``InitSpec``: n, device, share_gpus, memory_limit, seed, restart,
-            strategy.
-
-    Raises:
-        UsageError: if an option cannot work, or another session is running.
-        FsdpError: if the engines did not start; nothing is left behind.
-    """
-    return init_from(InitSpec(**options), show=show)
-
-
-def init_from(spec: InitSpec, *, show: bool = True) -> Session:
-    """Start engines as a spec says; see ``init``."""
-    session = current()
-    if session is not None and session.alive and not spec.restart:
-        plan: WorldPlan = plan_world(spec)
-        if plan != session._plan:
-            raise UsageError(
-                f"a session with {session.world_size} {session._plan.device} engines is "
-                "running; add --restart to replace it, or leave the options out to keep it"
-            )
-        if show:
-            session.status()
-            display.write("stdout", "This session was running already; --restart replaces it.\n")
-        return session
-    if session is not None:
-        session.shutdown()
-    session = Session(spec)
-    _CURRENT[:] = [session]
-    if show:
-        session.status()
-    return session
-
-
-def current() -> Session | None:
-    """Return the session that ``init`` started last, if its engines are there."""
-    return _CURRENT[0] if _CURRENT and _CURRENT[0].running else None
-
-
-_CURRENT: list[Session] = []
 
 
 def _show_results(outputs: Sequence[CellOutput], output: Output) -> None:

@@ -12,7 +12,7 @@ import pytest
 from ipyparallel.error import CompositeError
 
 from fsdp_magic.errors import CellFailedError, FsdpError, UsageError
-from fsdp_magic.notebook import session as sessions
+from fsdp_magic.notebook import session as session_module
 from fsdp_magic.notebook.session import Session
 from fsdp_magic.notebook.world import usable_cores
 
@@ -521,7 +521,7 @@ def test_a_large_value_comes_only_if_it_was_meant(
     session: Session, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.run("import torch", show=False)
-    monkeypatch.setattr(sessions, "PULL_LIMIT_BYTES", 3000)
+    monkeypatch.setattr(session_module, "PULL_LIMIT_BYTES", 3000)
     assert "--yes" in one_line(lambda: session.pull(value))
     assert session.pull(value, yes=True) is not None
     assert session.pull("torch.zeros(10)") is not None

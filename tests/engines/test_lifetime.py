@@ -21,7 +21,7 @@ from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE
 from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.core.units import MIB
 from fsdp_magic.errors import EngineDiedError, FsdpError, OutOfMemoryOnRankError, UsageError
-from fsdp_magic.notebook import session as sessions
+from fsdp_magic.notebook import sessions
 from fsdp_magic.notebook.session import Session
 
 
@@ -67,6 +67,7 @@ def no_current_session() -> Iterator[None]:
 def test_init_twice_gives_the_same_session_until_a_restart_is_asked_for() -> None:
     first = fsdp_magic.init(n=1, device="cpu", show=False)
     assert fsdp_magic.init(n=1, device="cpu", show=False) is first
+    assert fsdp_magic.init(show=False) is first  # nothing asked for: keep what there is
     with pytest.raises(UsageError, match="--restart"):
         fsdp_magic.init(n=2, device="cpu", show=False)
     with pytest.raises(UsageError, match="--restart"):

@@ -38,7 +38,7 @@ from fsdp_magic.errors import OutOfMemoryOnRankError, UsageError
 from fsdp_magic.notebook import world
 from fsdp_magic.notebook.devices import gpu_count
 from fsdp_magic.notebook.session import Session
-from fsdp_magic.notebook.session import init as start
+from fsdp_magic.notebook.sessions import init as start
 
 NO_GPU = "no GPU here: nothing was checked"
 _REHEARSAL = "on CPU engines: nothing about a GPU was checked"

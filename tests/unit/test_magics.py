@@ -14,8 +14,7 @@ from traitlets.config import Config
 from fsdp_magic.core.options import options_of
 from fsdp_magic.core.specs import InitSpec, TrainSpec
 from fsdp_magic.errors import CellFailedError, UsageError
-from fsdp_magic.notebook import magics
-from fsdp_magic.notebook import session as sessions
+from fsdp_magic.notebook import magics, sessions
 
 
 class FakeSession:

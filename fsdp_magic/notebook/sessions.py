@@ -1,0 +1,55 @@
+"""KERNEL: which session is running: started once, found again, replaced when asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.specs import InitSpec
+from fsdp_magic.notebook import display
+from fsdp_magic.notebook.session import Session
+from fsdp_magic.notebook.world import plan_world
+
+_CURRENT: list[Session] = []
+
+
+def init(*, show: bool = True, **options: Any) -> Session:
+    """Start engines, or return the running session if it is the one asked for.
+
+    Args:
+        show: show ranks, hosts and devices.
+        **options: fields of ``InitSpec``: n, device, share_gpus, memory_limit, seed, restart,
+            strategy.
+
+    Raises:
+        UsageError: if an option cannot work, or another session is running.
+        FsdpError: if the engines did not start; nothing is left behind.
+    """
+    return init_from(InitSpec(**options), show=show)
+
+
+def init_from(spec: InitSpec, *, show: bool = True) -> Session:
+    """Start engines as a spec says; see ``init``."""
+    session = current()
+    if session is not None and session.alive and not spec.restart:
+        if spec != InitSpec() and plan_world(spec) != session.plan:
+            raise UsageError(
+                f"a session with {session.world_size} {session.plan.device} engines is "
+                "running; add --restart to replace it, or leave the options out to keep it"
+            )
+        if show:
+            session.status()
+            display.write("stdout", "This session was running already; --restart replaces it.\n")
+        return session
+    if session is not None:
+        session.shutdown()
+    session = Session(spec)
+    _CURRENT[:] = [session]
+    if show:
+        session.status()
+    return session
+
+
+def current() -> Session | None:
+    """Return the session that ``init`` started last, if its engines are there."""
+    return _CURRENT[0] if _CURRENT and _CURRENT[0].running else None
