@@ -121,17 +121,29 @@ def test_interrupts_at_random_moments_around_a_cells_end_lose_no_reply(session: 
 def test_an_interrupt_while_a_cell_is_being_sent_reaches_all_ranks_or_none(
     session: Session,
 ) -> None:
+    """One that Python itself swallows before we count (in a finalizer, say) is sent once more."""
+    swallowed = []
+
+    def send_again() -> None:
+        if session.engines._interruptions.count == 0:
+            swallowed.append(step)
+            os.kill(os.getpid(), signal.SIGINT)
+
     for step in range(40):
         timer = threading.Timer(step * 1e-4, os.kill, (os.getpid(), signal.SIGINT))
+        again = threading.Timer(1.5, send_again)
         started = time.monotonic()
         try:
+            again.start()
             timer.start()
             session.run("import time; time.sleep(60)", show=False)
         except KeyboardInterrupt:  # either ours, or Python's own before anything was sent
             pass
         timer.join()
-        assert time.monotonic() - started < 2.5
+        again.cancel()
+        assert time.monotonic() - started < (4.0 if step in swallowed else 2.5)
         assert len(session.status(show=False)) == 2
+    assert len(swallowed) < 3
     check_usable(session)
 
 

@@ -95,7 +95,7 @@ def test_the_quickstart_prints_a_sample_that_the_model_wrote(executed: Execute) 
 def test_the_quickstart_shows_where_every_block_lives(executed: Execute) -> None:
     mosaic = panels(executed("quickstart.ipynb"), MOSAIC)[0]
     for twin in (mosaic["text/html"], mosaic["text/plain"]):
-        for words in ("model.embed_tokens", "model.layers.{0…3}", "×4", "rank 0", "rank 1"):
+        for words in ("transformer.wte", "transformer.h.{0…3}", "×4", "rank 0", "rank 1"):
             assert words in twin
     assert "9 tensors in each of 4 equal blocks" in mosaic["text/html"]
 
