@@ -97,7 +97,7 @@ def test_the_quickstart_shows_where_every_block_lives(executed: Execute) -> None
     for twin in (mosaic["text/html"], mosaic["text/plain"]):
         for words in ("transformer.wte", "transformer.h.{0…3}", "×4", "rank 0", "rank 1"):
             assert words in twin
-    assert "9 tensors in each of 4 equal blocks" in mosaic["text/html"]
+    assert "12 tensors in each of 4 equal blocks" in mosaic["text/html"]
 
 
 def test_a_converted_quickstart_holds_the_last_panel_and_the_mosaic(executed: Execute) -> None:
