@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -29,6 +30,9 @@ _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 def test_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Mark everything that this run starts, give it a temporary directory, and look at the end."""
     tmp_path_factory.getbasetemp()  # pytest's own stays where it always is
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a shell starts background jobs so; an interrupt between our cells would be lost
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     before, threads = dict(os.environ), set(threading.enumerate())
     directory = tempfile.mkdtemp(prefix="tests_of_fsdp_magic-")
     os.environ |= {MARKER: f"{os.getpid()}-{time.time_ns()}", "TMPDIR": directory}
