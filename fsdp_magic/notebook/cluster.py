@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import queue
 import shutil
 import signal
 import socket
@@ -31,7 +30,7 @@ from ipyparallel.error import RemoteError
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import CALL_NAME, KERNEL_PID_VARIABLE, PROGRESS_KEY
-from fsdp_magic.notebook.events import Answered, Died, Event, Printed, Progressed
+from fsdp_magic.notebook.events import Answered, Died, Events, Printed, Progressed
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 
 _START_SECONDS = 120.0
@@ -56,7 +55,7 @@ class Cluster:
         self.directory = tempfile.mkdtemp(prefix="fsdp_magic-")
         self.page = Page(_new_page(Path(self.directory, "page"), n))
         self._loop = LoopThread()
-        self._events: queue.SimpleQueue[Event] | None = None
+        self._events: Events | None = None
         self._dead: dict[int, int | None] = {}
         self._crashes: dict[int, str] = {}
         self._pids: dict[int, int] = {}
@@ -140,7 +139,7 @@ class Cluster:
         """The ipyparallel client, for a person who wants it."""
         return self._client
 
-    def send(self, verb: str, requests: Mapping[int, Any]) -> queue.SimpleQueue[Event]:
+    def send(self, verb: str, requests: Mapping[int, Any]) -> Events:
         """Ask engines for a verb, all at once.
 
         Args:
@@ -150,15 +149,13 @@ class Cluster:
         Returns:
             Where everything that they then say arrives.
         """
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        events: Events = Events()
         self._events = events
         for engine_id, request in requests.items():
             self._send(engine_id, verb, request, events)
         return events
 
-    def _send(
-        self, engine_id: int, verb: str, request: Any, events: queue.SimpleQueue[Event]
-    ) -> None:
+    def _send(self, engine_id: int, verb: str, request: Any, events: Events) -> None:
         def hook(future: Any) -> None:
             future.iopub_callbacks.append(lambda message: _publish(engine_id, message, events))
 
@@ -175,7 +172,7 @@ class Cluster:
         )
         future.add_done_callback(partial(self._answer, engine_id, events))
 
-    def _answer(self, engine_id: int, events: queue.SimpleQueue[Event], future: Any) -> None:
+    def _answer(self, engine_id: int, events: Events, future: Any) -> None:
         """Pass a reply on once the engine's output is complete.
 
         It is when the engine says, on the channel of its output, that it is idle. That word can
@@ -195,7 +192,7 @@ class Cluster:
         if not passed.is_set():
             self._loop.later(_OUTPUT_SECONDS, pass_on)
 
-    def _presume_dead(self, engine_id: int, events: queue.SimpleQueue[Event]) -> None:
+    def _presume_dead(self, engine_id: int, events: Events) -> None:
         """Count an engine as dead that the hub has given up.
 
         The operating system says within a moment how it ended; if it does not, the process may
@@ -264,7 +261,7 @@ def _new_page(path: Path, world_size: int) -> memoryview:
         os.close(descriptor)
 
 
-def _publish(engine_id: int, message: Mapping[str, Any], events: queue.SimpleQueue[Event]) -> None:
+def _publish(engine_id: int, message: Mapping[str, Any], events: Events) -> None:
     """Turn a message on an engine's publishing channel into an event."""
     kind = message["header"]["msg_type"]
     if kind == "stream":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from dataclasses import dataclass
 
 from fsdp_magic.core.protocol import Reply
@@ -42,3 +43,12 @@ class Died:
 
 
 Event = Printed | Progressed | Answered | Died
+
+
+class Events(queue.Queue[Event]):
+    """Where what engines say is waited for.
+
+    Not a ``SimpleQueue``: where a signal arrives as the timeout of its ``get`` runs out, Python
+    3.11 and 3.12 go on waiting without any timeout, and an interrupt would be lost. Source:
+    Modules/_queuemodule.c, which takes a negative rest of the timeout for "for ever".
+    """

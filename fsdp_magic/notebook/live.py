@@ -20,7 +20,7 @@ from ipyparallel.error import RemoteError
 
 from fsdp_magic.core.protocol import Reply
 from fsdp_magic.core.telemetry import ProgressReport
-from fsdp_magic.notebook.events import Answered, Died, Event, Printed, Progressed
+from fsdp_magic.notebook.events import Answered, Died, Event, Events, Printed, Progressed
 from fsdp_magic.notebook.output import Output
 
 _TICK_SECONDS = 0.05
@@ -92,7 +92,7 @@ class Follower:
     """
 
     ranks: Mapping[int, int]
-    events: queue.SimpleQueue[Event]
+    events: Events
     output: Output
     interruptions: Interruptions
     escalation: Escalation

@@ -18,12 +18,7 @@ from fsdp_magic.notebook.session import Session
 
 @contextmanager
 def interrupted_after(*seconds: float) -> Iterator[None]:
-    """Send SIGINT to this process, as the notebook's ■ does, after some times.
-
-    A person who sees nothing happen presses again, and so do we: about one interrupt in a
-    thousand is not seen by Python on a loaded machine, why is not known yet.
-    """
-    seconds = (*seconds, max(seconds) + 2.0, max(seconds) + 4.0)
+    """Send SIGINT to this process, as the notebook's ■ does, after some times."""
     timers = [threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)) for after in seconds]
     for timer in timers:
         timer.start()
@@ -65,7 +60,7 @@ def test_an_interrupt_stops_every_rank_and_the_session_goes_on(
     started = time.monotonic()
     with interrupted_after(0.3), pytest.raises(CellInterrupted) as caught:
         session.run(f"reached = 1\n{STOPPED[doing]}\nreached = 2", show=False)
-    assert time.monotonic() - started < 7.0
+    assert time.monotonic() - started < 3.0
     assert isinstance(caught.value, KeyboardInterrupt)
     assert session.run("reached", show=False)[0].result == "1"
     check_usable(session)
@@ -126,29 +121,17 @@ def test_interrupts_at_random_moments_around_a_cells_end_lose_no_reply(session: 
 def test_an_interrupt_while_a_cell_is_being_sent_reaches_all_ranks_or_none(
     session: Session,
 ) -> None:
-    """One that Python itself swallows before we count (in a finalizer, say) is sent once more."""
-    swallowed = []
-
-    def send_again() -> None:
-        if session.engines._interruptions.count == 0:
-            swallowed.append(step)
-            os.kill(os.getpid(), signal.SIGINT)
-
     for step in range(40):
         timer = threading.Timer(step * 1e-4, os.kill, (os.getpid(), signal.SIGINT))
-        again = threading.Timer(1.5, send_again)
         started = time.monotonic()
         try:
-            again.start()
             timer.start()
             session.run("import time; time.sleep(60)", show=False)
         except KeyboardInterrupt:  # either ours, or Python's own before anything was sent
             pass
         timer.join()
-        again.cancel()
-        assert time.monotonic() - started < (4.0 if step in swallowed else 2.5)
+        assert time.monotonic() - started < 2.5
         assert len(session.status(show=False)) == 2
-    assert len(swallowed) < 3
     check_usable(session)
 
 
