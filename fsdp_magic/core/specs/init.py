@@ -1,0 +1,83 @@
+"""The options of ``%fsdp_init``: which engines to start; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.options import option
+from fsdp_magic.core.specs.checks import at_least, choice
+from fsdp_magic.core.specs.model import ModelSpec, Strategy, known_strategy
+from fsdp_magic.core.units import parse_bytes
+
+Device = Literal["auto", "cuda", "cpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitSpec:
+    """Which engines to start."""
+
+    n: int | None = option(
+        "-n",
+        default=None,
+        takes="N",
+        help="number of engines; without it one per GPU, or 2 on CPU",
+        habits=("--num-processes", "--nproc-per-node"),
+    )
+    device: Device = option(
+        "--device",
+        default="auto",
+        takes="DEVICE",
+        choices=get_args(Device),
+        help="what engines compute on; auto: GPUs where there are any",
+    )
+    share_gpus: bool = option(
+        "--share-gpus",
+        default=False,
+        help="let several engines share a GPU, each capped at its share of the memory",
+    )
+    memory_limit: str | None = option(
+        "--memory-limit",
+        default=None,
+        takes="SIZE",
+        help="make every CPU engine a device of this size, such as 2GiB",
+    )
+    seed: int = option("--seed", default=0, takes="S", help="seed of every random generator")
+    restart: bool = option(
+        "--restart", default=False, help="replace the engines of a running session"
+    )
+    strategy: Strategy = option(
+        "--strategy",
+        default="full_shard",
+        takes="STRATEGY",
+        choices=get_args(Strategy),
+        help="the session's default; see %%fsdp_model",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", known_strategy(self.strategy))
+        choice("--device", self.device, get_args(Device))
+        at_least("-n", self.n, 1)
+        at_least("--seed", self.seed, 0)
+        if self.seed >= 2**32:
+            raise UsageError(f"--seed {self.seed} cannot work; it takes a number below 2**32")
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit, what="--memory-limit")
+            if self.device == "cuda":
+                raise UsageError(
+                    "--memory-limit is for CPU engines; a GPU has the size it has: "
+                    "leave it out, or use --device cpu"
+                )
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The limit in bytes."""
+        if self.memory_limit is None:
+            return None
+        return parse_bytes(self.memory_limit, what="--memory-limit")
+
+    @property
+    def defaults(self) -> ModelSpec:
+        """The strategy options that models get unless told otherwise."""
+        return ModelSpec(strategy=self.strategy)
