@@ -1,4 +1,4 @@
-"""ENGINE: the gradient of a step as a whole: reduced, measured, clipped, cleared.
+"""ENGINE: the gradient of a step as a whole: reduced, measured, scaled, clipped, cleared.
 
 Sharded gradients are reduced over the ranks during backward. Parameters that every rank holds
 whole are reduced here. The norm is that of the whole gradient: one number per shard, one scalar
@@ -7,7 +7,8 @@ reduction over the ranks; it stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,25 +19,18 @@ _EPSILON = 1e-6
 
 
 def reduce_whole(parameters: Iterable[torch.Tensor]) -> None:
-    """Add the gradients of whole parameters up over the ranks.
+    """Add the gradients of whole parameters up over the ranks; those without any stay so.
 
-    One that is missing on some ranks counts as zero there; one that is missing on all stays so.
-
-    Collective: every rank must call this.
+    Collective: every rank must call this, with gradients on the same parameters.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return
-    used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    for parameter, anywhere in zip(trained, used.tolist(), strict=True):
-        if anywhere:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in parameters:
+        if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
 
 
-def total_norm(parameters: Sequence[torch.Tensor], *, world_size: int) -> torch.Tensor:
+def measure(
+    parameters: Sequence[torch.Tensor], *, world_size: int, weight: torch.Tensor | float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the 2-norm of the whole gradient, on the device.
 
     Collective: every rank must call this.
@@ -44,16 +38,34 @@ def total_norm(parameters: Sequence[torch.Tensor], *, world_size: int) -> torch.
     Args:
         parameters: sharded and whole ones.
         world_size: ranks that hold a copy of each whole parameter.
+        weight: this rank's part of what the gradient is still to be divided by; None: nothing.
 
     Returns:
-        A 0-dim tensor, the same on every rank.
+        The norm, and the weights of all ranks added up; 0-dim tensors, the same on every rank.
     """
+    square = square_of(parameters, world_size=world_size)
+    if weight is None:
+        dist.all_reduce(square)
+        return square.sqrt(), None
+    both = torch.stack([square.double(), torch.as_tensor(weight).to(square.device).double()])
+    dist.all_reduce(both)
+    norm, total = both[0].sqrt(), both[1]
+    return torch.where(total == 0, torch.zeros_like(norm), norm / total), total
+
+
+def square_of(parameters: Sequence[torch.Tensor], *, world_size: int) -> torch.Tensor:
+    """Return this rank's part of the square of a gradient's norm; a 0-dim tensor."""
     sharded = [_local(p.grad) for p in parameters if isinstance(p.grad, DTensor)]
     whole = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
     # every rank adds its copy of a whole gradient's square, so each adds its part of it
-    square = _square(sharded, parameters) + _square(whole, parameters) / world_size
-    dist.all_reduce(square)
-    return square.sqrt()
+    return _square(sharded, parameters) + _square(whole, parameters) / world_size
+
+
+def scale(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply the gradient by a 0-dim tensor."""
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    for same in _by_dtype(gradients):
+        torch._foreach_mul_(same, factor.to(same[0].dtype))
 
 
 def clip(parameters: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
@@ -61,16 +73,42 @@ def clip(parameters: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float
 
     Source: torch.nn.utils.clip_grad_norm_, whose factor this is.
     """
-    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    for same in _by_dtype(gradients):
-        torch._foreach_mul_(same, factor.to(same[0].dtype))
+    scale(parameters, torch.clamp(max_norm / (norm + _EPSILON), max=1.0))
 
 
 def clear(parameters: Iterable[torch.Tensor]) -> None:
     """Drop every gradient."""
     for parameter in parameters:
         parameter.grad = None
+
+
+@contextmanager
+def without_the_uncounted(
+    leaves: Iterable[torch.Tensor], weight: torch.Tensor | float
+) -> Iterator[None]:
+    """Make the gradients of a backward inside zero if its loss counts nothing.
+
+    A loss of weight 0 may be NaN (the mean over no token), and then so are its gradients: 0 × NaN
+    is NaN. Backward still runs, because the other ranks reduce their gradients in it.
+
+    Args:
+        leaves: the tensors that gradients arrive at.
+        weight: a number on the device is not read: its gradients choose there.
+    """
+    if not isinstance(weight, torch.Tensor) and weight:
+        yield
+        return
+
+    def chosen(gradient: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros_like(gradient)
+        if not isinstance(weight, torch.Tensor):
+            return zeros
+        return torch.where(weight == 0, zeros, gradient)
+
+    with ExitStack() as stack:
+        for leaf in leaves:
+            stack.callback(leaf.register_hook(chosen).remove)  # type: ignore[no-untyped-call]
+        yield
 
 
 def _square(gradients: list[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,227 +1,187 @@
-"""ENGINE: a training cell as optimizer steps.
+"""ENGINE: an automatic step: the cell run once per micro-batch, and everything around it.
 
-One step: take this step's micro-batches and vote on them; for each, run the cell and take its
-``loss`` backward; measure the gradient; vote that all ranks got this far; clip, step, clear.
-Weights, optimizer state and data position change only after the second vote, so a cell that
-fails anywhere has changed none of them on any rank.
-
-The loss of the global batch is the mean over its samples, so a micro-batch counts by its part
-of them: with n_i samples of N, backward runs on ``loss * n_i / N`` and gradients are added up
-over micro-steps and ranks. N is known from the first vote. Nothing here waits for the device.
+One step: for each micro-batch, run the cell and take its ``loss`` backward; vote that all ranks
+got this far; settle what the gradient is, measure it; vote again; clip, step, clear. Weights,
+optimizer state and data position change only after the last vote, so a cell that fails anywhere
+has changed none of them on any rank. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine import gradients
 from fsdp_magic.engine.batches import token_count
-from fsdp_magic.engine.cells import Cell
-from fsdp_magic.engine.data import Data, StepBatches
+from fsdp_magic.engine.data import StepBatches
 from fsdp_magic.engine.interrupts import INTERRUPTS
-from fsdp_magic.engine.names import Names
-from fsdp_magic.engine.records import Records
+from fsdp_magic.engine.micro_step import Bound, CellRunner, checked_loss
+from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained
+from fsdp_magic.engine.used import Used
 from fsdp_magic.engine.vote import Flag
+from fsdp_magic.engine.weights import Weight, Weights
 from fsdp_magic.engine.world import World
 
-_UNCOUNTED = "batches have no common number of samples (dim 0 of their tensors); each counts one"
 
+class Step(Protocol):
+    """How one step is taken."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Weights:
-    """What each micro-batch of this rank counts, and what all of all ranks count together."""
+    stepped: list[Optimizer]
+    """The optimizers that the last step stepped."""
 
-    counts: list[int]
-    total: int
-
-
-class StepLoop:
-    """The steps of one run on one rank.
-
-    Args:
-        cell: compiled once.
-        names: of the namespace it runs in.
-        world: the ranks.
-        trained: what it trains.
-        data: where batches come from; None: the cell brings its own.
-        accumulate: micro-steps per step.
-        max_grad_norm: None: no clipping.
-        stopping: whether the person has asked this run to stop.
-        memory: told where memory is at a height, to measure it there.
-    """
-
-    def __init__(
-        self,
-        cell: Cell,
-        names: Names,
-        *,
-        world: World,
-        trained: Trained,
-        data: Data | None,
-        accumulate: int,
-        max_grad_norm: float | None,
-        stopping: Callable[[], bool],
-        memory: MemoryWatch,
-    ) -> None:
-        self._cell = cell
-        self._names = names
-        self._world = world
-        self._trained = trained
-        self._data = data
-        self._accumulate = accumulate
-        self._max_grad_norm = max_grad_norm
-        self._stopping = stopping
-        self._memory = memory
-        self.records = Records()
-        self.stopped = False
-        self.samples_per_step: int | None = None
-        self.micro_batch_size: int | None = None
-        self.notes: list[str] = []
-
-    def run(self, *, first_step: int, total_steps: int | None) -> None:
-        """Take steps until their number is reached, the data ends, or a rank wants to stop.
+    def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
+        """Take a step.
 
         Collective: every rank must call this.
-
-        Args:
-            first_step: ``step`` of the first one in the cell.
-            total_steps: how many; None: to the end of the data.
         """
-        for step in itertools.count(first_step):
-            # ranks whose data differs in length must still take the same number of steps
-            over = total_steps is not None and step == first_step + total_steps
-            batches = None if over else self._take()
-            weights = self._agree_to_start(batches)
-            if weights is None or batches is None:
-                self._note_early_end(step - first_step, total_steps)
-                return
-            self._run_step(step, batches, weights)
 
-    # -- the parts of a step, in order
 
-    def _take(self) -> StepBatches | None:
-        if self._data is None:
-            return StepBatches(
-                batches=[None] * self._accumulate, counts=[1] * self._accumulate, epoch=0
-            )
-        with INTERRUPTS.allowed():
-            return self._data.take()
+@dataclass(slots=True, kw_only=True)
+class AutomaticStep:
+    """The steps of a cell that binds ``loss``.
 
-    def _agree_to_start(self, batches: StepBatches | None) -> _Weights | None:
-        """Return what each micro-batch counts; None if not all ranks take the step.
+    Attributes:
+        runner: runs the cell.
+        world: the ranks.
+        trained: what is trained.
+        used: which parameters got a gradient.
+        memory: told where memory is at a height, to measure it there.
+        max_grad_norm: None: no clipping.
+        stops_at_nan: whether a loss that is not finite ends the run before its step.
+        has_data: whether ``batch`` is bound.
+    """
 
-        If any rank's batches have no number of samples, every micro-batch counts one.
+    runner: CellRunner
+    world: World
+    trained: Trained
+    used: Used
+    memory: MemoryWatch
+    max_grad_norm: float | None
+    stops_at_nan: bool
+    has_data: bool
+    stepped: list[Optimizer]
+
+    def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
+        """Take a step.
+
+        Collective: every rank must call this.
         """
-        flags = Flag.STOP if self._stopping() else Flag.NONE
-        count = 0
-        if batches is None:
-            flags |= Flag.NO_BATCH
-        elif None in batches.counts:
-            flags |= Flag.UNCOUNTED
-        else:
-            count = sum(count for count in batches.counts if count is not None)
-        agreed, total = self._world.vote.take(flags, count=count)
-        if Flag.STOP in agreed:
-            self.stopped = True
-        if Flag.STOP in agreed or Flag.NO_BATCH in agreed:
-            return None
-        if Flag.UNCOUNTED in agreed:
-            self._note(_UNCOUNTED)
-            ones = [1] * self._accumulate
-            return _Weights(counts=ones, total=self._accumulate * self._world.world_size)
-        assert batches is not None
-        counts = [count for count in batches.counts if count is not None]
-        return _Weights(counts=counts, total=total)
-
-    def _run_step(self, step: int, batches: StepBatches, weights: _Weights) -> None:
-        self._note_sizes(batches, weights.total)
-        share = None
-        counted = zip(batches.batches, weights.counts, strict=True)
-        for micro_step, (batch, count) in enumerate(counted):
-            values = {"step": step, "micro_step": micro_step, "epoch": batches.epoch}
-            self._names.bind(values if self._data is None else {**values, "batch": batch})
-            loss = self._forward()
-            part = loss.detach() * (count / weights.total)
-            share = part if share is None else share + part
-            self._backward(loss, count / weights.total)
-        assert share is not None
-        norm = self._measure()
-        self._world.vote.take()  # from here on no rank can fail but in its own optimizer
+        self.used.reset()
+        loss, metrics, weight = self._micro_steps(step, batches, weights)
+        norm, total = self._settle(step, loss, weight if weights.total is None else None)
+        if total is not None:
+            gradients.scale(self.trained.parameters, _inverse(total))
+            loss = loss * _inverse(total).to(loss.dtype)
+        self.world.vote.take()  # from here on no rank can fail but in its own optimizer
         self._update(norm)
-        tokens = [token_count(batch) for batch in batches.batches]
-        self.records.add(
-            loss=share,
+        return StepResult(
+            loss=loss,
             grad_norm=norm,
-            samples=sum(count or 0 for count in batches.counts) if self._data else 0,
-            tokens=None if None in tokens else sum(t for t in tokens if t is not None),
+            metrics=metrics,
+            samples=sum(count or 0 for count in batches.counts) if self.has_data else 0,
+            tokens=_tokens(batches),
         )
 
-    def _forward(self) -> torch.Tensor:
-        """Run the cell, and return the loss that it bound."""
-        namespace = self._names.namespace
-        namespace.pop("loss", None)
-        with INTERRUPTS.allowed():
-            self._cell.run(namespace)
-        self._memory.mark()
-        loss = _checked_loss(namespace)
-        namespace["loss"] = loss.detach()
-        return loss
+    def _micro_steps(
+        self, step: int, batches: StepBatches, weights: Weights
+    ) -> tuple[torch.Tensor, Averages, Weight]:
+        """Run the cell and backward for each micro-batch.
 
-    def _backward(self, loss: torch.Tensor, weight: float) -> None:
-        with INTERRUPTS.allowed():
+        Returns:
+            This rank's share of the loss (with late weights: of its numerator), its metrics, and
+            the sum of its weights.
+        """
+        share: torch.Tensor | None = None
+        metrics, total = Averages(), 0.0
+        for micro_step, batch in enumerate(batches.batches):
+            bound = self.runner.run(names_of(step, micro_step, batches, batch, self.has_data))
+            self.memory.mark()
+            loss = checked_loss(bound.loss)
+            weight = _weight(bound, weights, micro_step)
+            part = weighted(loss.detach(), weight)
+            share = part if share is None else share + part
+            counted = bound.weight if bound.weight is not None else weights.counts[micro_step]
+            metrics.add(bound.metrics, counted)
+            total = total + weight
+            self._backward(loss, weight)
+        assert share is not None
+        return share, metrics, total
+
+    def _backward(self, loss: torch.Tensor, weight: Weight) -> None:
+        with INTERRUPTS.allowed(), gradients.without_the_uncounted(self.trained.models, weight):
             (loss * weight).backward()  # type: ignore[no-untyped-call]
-        self._memory.mark_gradients()
+        self.memory.mark_gradients()
 
-    def _measure(self) -> torch.Tensor:
+    def _settle(
+        self, step: int, loss: torch.Tensor, weight: Weight | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Agree on what the gradient is, and return its norm and the sum of late weights."""
+        flags = Flag.MISSING if self.used.some_missing else Flag.NONE
+        if self.stops_at_nan and not bool(torch.isfinite(loss)):
+            flags |= Flag.NOT_FINITE
+        agreed, _ = self.world.vote.take(flags)
+        if Flag.NOT_FINITE in agreed:
+            raise FsdpError(
+                f"the loss of step {step} is not finite (--nan stop); the weights are those "
+                "before the step"
+            )
         with INTERRUPTS.allowed():
-            gradients.reduce_whole(self._trained.whole)
-            return gradients.total_norm(self._trained.parameters, world_size=self._world.world_size)
+            if Flag.MISSING in agreed:
+                self.used.settle()
+            gradients.reduce_whole(self.trained.whole)
+            return gradients.measure(
+                self.trained.parameters, world_size=self.world.world_size, weight=weight
+            )
 
     def _update(self, norm: torch.Tensor) -> None:
         """Clip, step and clear; an error in here leaves this rank's weights half updated."""
-        try:
-            if self._max_grad_norm is not None:
-                gradients.clip(self._trained.parameters, norm, self._max_grad_norm)
-            for optimizer in self._trained.optimizers.values():
+        with explained_as_torn():
+            if self.max_grad_norm is not None:
+                gradients.clip(self.trained.parameters, norm, self.max_grad_norm)
+            self.stepped = [o for o in self.trained.optimizers.values() if _has_gradient(o)]
+            for optimizer in self.stepped:
                 optimizer.step()
-        except Exception as error:
-            error.add_note(
-                "The error came out of the optimizer step itself: some weights of this step may "
-                "be updated and others not. Build the model again, or load a checkpoint."
-            )
-            raise
-        self._memory.count_optimizer_state()
-        self._memory.mark()
-        gradients.clear(self._trained.parameters)
-        self._memory.step_over()
-        if self._data is not None:
-            self._data.commit()
+        self.memory.count_optimizer_state()
+        self.memory.mark()
+        gradients.clear(self.trained.parameters)
+        self.memory.step_over()
 
-    # -- sizes
 
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
+def names_of(
+    step: int, micro_step: int, batches: StepBatches, batch: object, has_data: bool
+) -> dict[str, object]:
+    """Return the names that change from micro-step to micro-step."""
+    names = {"step": step, "micro_step": micro_step, "epoch": batches.epoch}
+    return {**names, "batch": batch} if has_data else names
 
-    def _note_early_end(self, steps: int, total_steps: int | None) -> None:
-        """Say so if data ended before the steps that were asked for."""
-        if total_steps is not None and steps < total_steps and not self.stopped:
-            self._note(f"the data ended after {steps} of {total_steps} steps")
 
-    def _note_sizes(self, batches: StepBatches, total: int) -> None:
-        if self._data is not None and self.samples_per_step is None:
-            self.samples_per_step = total
-            self.micro_batch_size = batches.counts[0]
+def weighted(value: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Return a value times its weight; zero where the weight is, whatever the value."""
+    if isinstance(weight, torch.Tensor):
+        weight = weight.to(value)
+        return torch.where(weight == 0, torch.zeros_like(value), value * weight)
+    return value * weight if weight else torch.zeros_like(value)
+
+
+@contextmanager
+def explained_as_torn() -> Iterator[None]:
+    """Say of an error in here that it came out of an optimizer."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "The error came out of the optimizer step itself: some weights of this step may "
+            "be updated and others not. Build the model again, or load a checkpoint."
+        )
+        raise
 
 
 @contextmanager
@@ -234,29 +194,28 @@ def cleared_after_failure(trained: Trained) -> Iterator[None]:
         raise
 
 
-def _checked_loss(namespace: dict[str, Any]) -> torch.Tensor:
-    """Return the loss that a cell bound.
+def _weight(bound: Bound, weights: Weights, micro_step: int) -> Weight:
+    """Return what backward multiplies a micro-batch's loss by."""
+    if weights.total is None:
+        return bound.weight if bound.weight is not None else weights.factor(micro_step)
+    if bound.weight is not None:
+        raise FsdpError(
+            "`loss_weight` was bound out of sight (in a function, say); bind it in the cell "
+            "itself: loss_weight = ..."
+        )
+    return weights.factor(micro_step)
 
-    Raises:
-        FsdpError: if it bound none, or something that has no backward.
-    """
-    loss = namespace.get("loss")
-    if loss is None:
-        raise FsdpError("the cell binds no `loss`; end it with a line such as: loss = model(batch)")
-    if not isinstance(loss, torch.Tensor):
-        raise FsdpError(f"`loss` is a {type(loss).__name__}; it must be a tensor of one element")
-    if isinstance(loss, DTensor):
-        raise FsdpError(
-            "`loss` is made of sharded parameters directly, which adds up each rank's part only; "
-            "put such a term into the model's forward"
-        )
-    if loss.numel() != 1:
-        raise FsdpError(
-            f"`loss` has shape {tuple(loss.shape)}; it must have one element: loss = loss.mean()"
-        )
-    if not loss.requires_grad:
-        raise FsdpError(
-            "`loss` does not require grad, so there is nothing to train; compute it outside "
-            "torch.no_grad() and without .detach() or .item()"
-        )
-    return loss.reshape(())
+
+def _inverse(total: torch.Tensor) -> torch.Tensor:
+    """Return 1 / total; 0 where nothing was counted, so that the gradient is zero."""
+    return torch.where(total == 0, torch.zeros_like(total), 1 / total)
+
+
+def _tokens(batches: StepBatches) -> int | None:
+    counts = [token_count(batch) for batch in batches.batches]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,142 @@
+"""ENGINE: the object ``fsdp`` that cells find: what a person can ask of the ranks together."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.parallel import fsdp
+
+
+class FsdpInCells:
+    """``fsdp`` in a cell.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._in_run = False
+        self._stopping = False
+
+    def __repr__(self) -> str:
+        return (
+            "<fsdp: stop(), mean(x), gather(x), whole(tensor), unsharded(model), no_sync(model)>"
+        )
+
+    def stop(self) -> None:
+        """End the run on all ranks after this step; it counts as done."""
+        if not self._in_run:
+            raise FsdpError("fsdp.stop() ends a training run after its step; none is running here")
+        self._stopping = True
+
+    def mean(self, x: Any) -> Any:
+        """Return the mean of a number or tensor over the ranks; gradients flow through it.
+
+        Collective: every rank must call this.
+
+        Args:
+            x: of the same shape on every rank.
+        """
+        if isinstance(x, torch.Tensor):
+            if isinstance(x, DTensor):
+                x = x.full_tensor()
+            kind = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+            mean: torch.Tensor = _Mean.apply(x.to(kind), self._world_size)  # type: ignore[no-untyped-call]
+            return mean
+        total = torch.tensor(float(x), dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item() / self._world_size
+
+    def gather(self, x: Any) -> Any:
+        """Return the tensors of all ranks, one after the other along dim 0.
+
+        Ranks may differ in the length of dim 0. Gradients flow back to the rank that a row came
+        from, added up over the ranks that used it. Anything but a tensor comes as a list.
+
+        Collective: every rank must call this.
+        """
+        if not isinstance(x, torch.Tensor):
+            values: list[Any] = [None] * self._world_size
+            dist.all_gather_object(values, x)
+            return values
+        x = x.reshape(1) if x.ndim == 0 else x
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world_size)]
+        dist.all_gather(lengths, torch.tensor([len(x)]))
+        sizes = [int(length) for length in lengths]
+        gathered: torch.Tensor = _Gather.apply(x, sizes, self._rank)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def whole(self, tensor: Any) -> Any:
+        """Return a sharded tensor (a parameter, ``parameter.grad``) whole; others as they are.
+
+        Collective: every rank must call this.
+        """
+        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Have a model's parameters whole inside; what is written to them is kept.
+
+        Collective: every rank must call this.
+        """
+        return fsdp.unsharded(model)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Leave gradients on each rank inside, to be reduced by the next backward outside."""
+        return fsdp.no_sync(model)
+
+    # -- for the run
+
+    def begin_run(self) -> None:
+        """Let ``stop`` work from here on."""
+        self._in_run, self._stopping = True, False
+
+    def end_run(self) -> None:
+        """Refuse ``stop`` from here on."""
+        self._in_run = False
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the cell called ``stop``."""
+        return self._stopping
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: int) -> torch.Tensor:
+        ctx.ranks = ranks
+        total = x.clone()
+        dist.all_reduce(total)
+        return total / ranks
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        return gradient / ctx.ranks, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:
+        ctx.first, ctx.rows = sum(sizes[:rank]), sizes[rank]
+        padded = x.new_zeros((max(sizes), *x.shape[1:]))
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient)
+        return gradient[ctx.first : ctx.first + ctx.rows], None, None

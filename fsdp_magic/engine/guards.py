@@ -1,0 +1,167 @@
+"""ENGINE: calls that a training cell must not make, recognised by the type of their object.
+
+``backward()``, an optimizer's ``step()`` and ``zero_grad()``, a scheduler's ``step()`` belong to
+the extension. They are wrapped for the time of a run, where torch defines them, so ``env.step()``
+is none of ours, and a call deep inside a person's function is found too. While the cell runs, a
+wrapped call is handed to the ``Watcher`` of the run: an automatic step refuses it, a manual one
+lets it pass and does what has to follow. At any other time it is the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_magic.core.errors import FsdpError
+
+
+class Watcher(Protocol):
+    """What happens at a call that the guards found in a cell."""
+
+    def backward(self, call: Callable[[], Any]) -> Any:
+        """At ``loss.backward()``; ``call`` does it."""
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Before ``optimizer.step()``."""
+
+    def zero_grad(self, owner: nn.Module | Optimizer, call: Callable[[], Any]) -> Any:
+        """At ``zero_grad()`` of a module or an optimizer."""
+
+    def scheduler_step(self, call: Callable[[], Any]) -> Any:
+        """At ``scheduler.step()``."""
+
+
+class Refusing:
+    """The watcher of automatic steps: none of these calls is the cell's."""
+
+    def backward(self, call: Callable[[], Any]) -> Any:
+        """Refuse."""
+        raise _refusal("backward()", "takes `loss` backward itself")
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Refuse."""
+        raise _refusal(f"step() of {type(optimizer).__name__}", "steps every optimizer itself")
+
+    def zero_grad(self, owner: nn.Module | Optimizer, call: Callable[[], Any]) -> Any:
+        """Refuse."""
+        raise _refusal(f"zero_grad() of {type(owner).__name__}", "clears gradients itself")
+
+    def scheduler_step(self, call: Callable[[], Any]) -> Any:
+        """Refuse."""
+        raise _refusal("step() of a scheduler", "steps schedulers itself")
+
+
+class Guards:
+    """Wraps the calls while a run goes on.
+
+    Args:
+        watcher: of the run.
+        schedulers: found in the namespace; their classes are wrapped where they define ``step``.
+    """
+
+    def __init__(self, watcher: Watcher, schedulers: Iterable[LRScheduler] = ()) -> None:
+        self._watcher = watcher
+        self._schedulers = list(schedulers)
+        self._watching = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hand calls to the watcher inside: the cell is running."""
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the calls wrapped inside."""
+        with ExitStack() as stack:
+            for owner, name in ((torch.Tensor, "backward"), (torch.autograd, "backward")):
+                stack.enter_context(self._wrapped(owner, name, self._backward))
+            for kind in (nn.Module, Optimizer):
+                stack.enter_context(self._wrapped(kind, "zero_grad", self._zero_grad))
+            for kind in {_definer(type(s), "step") for s in self._schedulers}:
+                stack.enter_context(self._wrapped(kind, "step", self._scheduler_step))
+            hook = register_optimizer_step_pre_hook(self._optimizer_step)
+            stack.callback(hook.remove)
+            yield
+
+    @contextmanager
+    def _wrapped(
+        self, owner: Any, name: str, instead: Callable[[Callable[[], Any], Any], Any]
+    ) -> Iterator[None]:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._watching:
+                return original(*args, **kwargs)
+            return instead(lambda: original(*args, **kwargs), args[0] if args else None)
+
+        setattr(owner, name, call)
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+    # what is called inside a watched call (Tensor.backward calls autograd.backward) is torch's
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        self._watching = False
+        try:
+            yield
+        finally:
+            self._watching = True
+
+    def _backward(self, call: Callable[[], Any], owner: Any) -> Any:
+        with self._aside():
+            return self._watcher.backward(call)
+
+    def _zero_grad(self, call: Callable[[], Any], owner: Any) -> Any:
+        with self._aside():
+            return self._watcher.zero_grad(owner, call)
+
+    def _scheduler_step(self, call: Callable[[], Any], owner: Any) -> Any:
+        with self._aside():
+            return self._watcher.scheduler_step(call)
+
+    def _optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._watching:
+            with self._aside():
+                self._watcher.optimizer_step(optimizer)
+
+
+def _definer(kind: type, name: str) -> type:
+    """Return the class that defines a method of a class."""
+    return next(base for base in kind.__mro__ if name in vars(base))
+
+
+def _refusal(call: str, instead: str) -> FsdpError:
+    where, line = _line_of_cell()
+    return FsdpError(
+        f"{where} calls {call}, and %%fsdp_train {instead}; delete it{line}, or type --manual for "
+        "a cell that does the whole step"
+    )
+
+
+def _line_of_cell() -> tuple[str, str]:
+    """Return which line of the person's code is running, and its text."""
+    frame = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith("<%%"):
+        frame = frame.f_back  # type: ignore[assignment]  # ends with None
+    if frame is None:
+        return "the cell", ""
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f"line {frame.f_lineno} of the cell", f": {text}" if text else ""
