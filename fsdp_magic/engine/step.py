@@ -145,6 +145,7 @@ class StepLoop:
 
     def _run_step(self, step: int, batches: StepBatches, weights: _Weights) -> None:
         self._note_sizes(batches, weights.total)
+        self._trained.used.reset()
         share = None
         counted = zip(batches.batches, weights.counts, strict=True)
         for micro_step, (batch, count) in enumerate(counted):
@@ -184,6 +185,7 @@ class StepLoop:
 
     def _measure(self) -> torch.Tensor:
         with INTERRUPTS.allowed():
+            self._trained.used.settle()
             gradients.reduce_whole(self._trained.whole)
             return gradients.total_norm(self._trained.parameters, world_size=self._world.world_size)
 
