@@ -26,7 +26,6 @@ from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.step import names_of, weighted
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained
-from fsdp_magic.engine.used import Used
 from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.weights import Weights
 from fsdp_magic.engine.world import World
@@ -38,7 +37,6 @@ class ManualStep:
     Args:
         world: the ranks.
         trained: what the bound optimizers hold.
-        used: which parameters got a gradient.
         memory: told where memory is at a height.
         has_data: whether ``batch`` is bound.
 
@@ -50,11 +48,10 @@ class ManualStep:
     runner: CellRunner
 
     def __init__(
-        self, *, world: World, trained: Trained, used: Used, memory: MemoryWatch, has_data: bool
+        self, *, world: World, trained: Trained, memory: MemoryWatch, has_data: bool
     ) -> None:
         self._world = world
         self._trained = trained
-        self._used = used
         self._memory = memory
         self._has_data = has_data
         self._squares: dict[int, torch.Tensor] = {}
@@ -91,12 +88,12 @@ class ManualStep:
         """
         self._memory.mark()
         kept = [p for p in self._trained.parameters if p.grad is not None]
-        self._used.reset()
+        self._trained.used.reset()
         result = call()
-        flags = Flag.MISSING if self._used.some_missing else Flag.NONE
+        flags = Flag.MISSING if self._trained.used.some_missing else Flag.NONE
         agreed, _ = self._world.vote.take(flags)
         if Flag.MISSING in agreed:
-            self._used.settle(keep=kept)
+            self._trained.used.settle(keep=kept)
         self._average_whole()
         self._memory.mark_gradients()
         return result

@@ -25,7 +25,6 @@ from fsdp_magic.engine.micro_step import Bound, CellRunner, checked_loss
 from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained
-from fsdp_magic.engine.used import Used
 from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.weights import Weight, Weights
 from fsdp_magic.engine.world import World
@@ -52,7 +51,6 @@ class AutomaticStep:
         runner: runs the cell.
         world: the ranks.
         trained: what is trained.
-        used: which parameters got a gradient.
         memory: told where memory is at a height, to measure it there.
         max_grad_norm: None: no clipping.
         stops_at_nan: whether a loss that is not finite ends the run before its step.
@@ -62,7 +60,6 @@ class AutomaticStep:
     runner: CellRunner
     world: World
     trained: Trained
-    used: Used
     memory: MemoryWatch
     max_grad_norm: float | None
     stops_at_nan: bool
@@ -74,7 +71,7 @@ class AutomaticStep:
 
         Collective: every rank must call this.
         """
-        self.used.reset()
+        self.trained.used.reset()
         loss, metrics, weight = self._micro_steps(step, batches, weights)
         norm, total = self._settle(step, loss, weight if weights.total is None else None)
         if total is not None:
@@ -124,7 +121,7 @@ class AutomaticStep:
         self, step: int, loss: torch.Tensor, weight: Weight | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Agree on what the gradient is, and return its norm and the sum of late weights."""
-        flags = Flag.MISSING if self.used.some_missing else Flag.NONE
+        flags = Flag.MISSING if self.trained.used.some_missing else Flag.NONE
         if self.stops_at_nan and not bool(torch.isfinite(loss)):
             flags |= Flag.NOT_FINITE
         agreed, _ = self.world.vote.take(flags)
@@ -135,7 +132,7 @@ class AutomaticStep:
             )
         with INTERRUPTS.allowed():
             if Flag.MISSING in agreed:
-                self.used.settle()
+                self.trained.used.settle()
             gradients.reduce_whole(self.trained.whole)
             return gradients.measure(
                 self.trained.parameters, world_size=self.world.world_size, weight=weight

@@ -16,6 +16,7 @@ from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, repoint
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.reachable import reachable
+from fsdp_magic.engine.used import Used
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,11 +27,13 @@ class Trained:
         optimizers: by name; every one of them steps.
         parameters: every parameter in them, once.
         whole: those of them that each rank holds whole.
+        used: which of them a step used.
     """
 
     optimizers: dict[str, Optimizer]
     parameters: list[torch.Tensor]
     whole: list[torch.Tensor]
+    used: Used
 
 
 def find_trained(
@@ -54,7 +57,9 @@ def find_trained(
     parameters = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
     _refuse_foreign(parameters, models)
     whole = [p for p in parameters if not isinstance(p, DTensor)]
-    trained = Trained(optimizers=optimizers, parameters=parameters, whole=whole)
+    trained = Trained(
+        optimizers=optimizers, parameters=parameters, whole=whole, used=Used(parameters, models)
+    )
     return trained, [*_unoptimized(models, parameters), *_unstepped_schedulers(namespace)]
 
 

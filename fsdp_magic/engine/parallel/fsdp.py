@@ -46,12 +46,14 @@ class ShardedModel:
         reference: to the root.
         strategy: how it is spread.
         notes: sentences a person should read.
+        used: ids of the sharded parameters that got a gradient on this rank since it was cleared.
     """
 
     name: str
     reference: weakref.ref[nn.Module]
     strategy: str
     notes: list[str] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)
 
     @property
     def alive(self) -> bool:
@@ -102,6 +104,8 @@ def shard(
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
     torch_private.settle_root(module)
+    for _, each in torch_private.units(module):
+        torch_private.count_missing_as_zero(each, model.used)
     replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
     return model, {key: new for key, new in replaced.items() if new is not None}
 

@@ -7,7 +7,8 @@ A test in ``tests/engines`` fails when one of them moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,6 +91,43 @@ def settle_root(root: Any) -> None:
     whole model would become a root of its own.
     """
     root._get_fsdp_state()._lazy_init()
+
+
+def count_missing_as_zero(unit: Any, used: set[int]) -> None:
+    """Let a parameter without a gradient on this rank count as zeros when a unit is reduced.
+
+    Else ranks that use different parameters of a unit would add up gradients of different
+    parameters.
+
+    Args:
+        unit: an FSDP unit.
+        used: where the ids of sharded parameters that did get a gradient are put.
+    """
+    for group in parameter_groups(unit):
+        knows_zeros = hasattr(group, "reduce_scatter_unused_params")  # since 2.13
+        if knows_zeros:
+            group.reduce_scatter_unused_params = True
+        group.post_backward = _noting(group.post_backward, group, used, fills=not knows_zeros)
+
+
+def _noting(
+    post_backward: Callable[..., None], group: Any, used: set[int], *, fills: bool
+) -> Callable[..., None]:
+    """Return a unit's reduction that first notes which parameters have a gradient."""
+
+    @functools.wraps(post_backward)
+    def noting(*unused: Any) -> None:
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is None or not gathered.requires_grad:
+                continue
+            if gathered.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                used.add(id(parameter.sharded_param))
+            elif fills and group.reduce_grads:
+                gathered.grad = torch.zeros_like(gathered)
+        post_backward(*unused)
+
+    return noting
 
 
 def align_group_count() -> None:

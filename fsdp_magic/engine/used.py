@@ -1,0 +1,75 @@
+"""ENGINE: which trained parameters a step used, on any rank.
+
+FSDP2 counts a gradient that is missing on this rank as zeros, so that ranks may use different
+parts of a unit. A parameter that no rank used in the whole step must stay without gradient, as in
+one process: an optimizer with weight decay would move it. What FSDP2 reduced is noted by
+``parallel/fsdp.py``; a whole parameter was used if it has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
+
+
+class Used:
+    """The parameters that got a gradient on this rank since the last reset.
+
+    Args:
+        parameters: what the run trains; in the same order on every rank.
+        models: the models they belong to.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], models: Sequence[ShardedModel]) -> None:
+        self._parameters = list(parameters)
+        self._models = list(models)
+
+    def reset(self) -> None:
+        """Forget what was used; to be called when a step begins."""
+        for model in self._models:
+            model.used.clear()
+
+    @property
+    def some_missing(self) -> bool:
+        """Whether a parameter that requires grad got none on this rank."""
+        used = self._used_ids()
+        return any(not _is_used(p, used) for p in self._parameters if p.requires_grad)
+
+    def settle(self, *, keep: Collection[torch.Tensor] = ()) -> None:
+        """Make gradients those of one process.
+
+        A parameter that no rank used has none; a whole one that another rank used has zeros here.
+
+        Collective: every rank must call this, after the last backward of a step and before
+        gradients of whole parameters are added up.
+
+        Args:
+            keep: parameters that had a gradient before, which stays.
+        """
+        kept = {id(parameter) for parameter in keep}
+        trained = [p for p in self._parameters if p.requires_grad]
+        if not trained:
+            return
+        used = self._used_ids()
+        flags = torch.tensor([_is_used(p, used) for p in trained], dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # a CPU tensor: over the control group
+        for parameter, anywhere in zip(trained, flags.tolist(), strict=True):
+            if not anywhere:
+                if id(parameter) not in kept:
+                    parameter.grad = None
+            elif parameter.grad is None and not isinstance(parameter, DTensor):
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _used_ids(self) -> set[int]:
+        return set().union(*(model.used for model in self._models))
+
+
+def _is_used(parameter: torch.Tensor, used: set[int]) -> bool:
+    if isinstance(parameter, DTensor):
+        return id(parameter) in used
+    return parameter.grad is not None
