@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp_magic.core.placement import Placement
-from fsdp_magic.core.specs import ModelSpec, TrainSpec
+from fsdp_magic.core.specs import EvalSpec, ModelSpec, TrainSpec
+from fsdp_magic.core.telemetry import EvaluationRecord
 
 CALL_NAME = "_fsdp_magic_call"
 """The name under which an engine offers ``verbs.call``; the kernel ships this name, no code."""
@@ -84,6 +85,21 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRequest:
+    """Run a cell over data without gradients.
+
+    Attributes:
+        code: the cell; it binds ``loss``, ``metrics`` or ``collect``.
+        name: its file name in tracebacks.
+        spec: the options.
+    """
+
+    code: str
+    name: str
+    spec: EvalSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
     """Run a cell as training steps.
 
@@ -92,12 +108,14 @@ class TrainRequest:
         name: its file name in tracebacks.
         run_id: marks every report of this run.
         spec: the options.
+        evaluation: what ``--eval-every`` runs; None: the cell itself, on ``--eval-data``.
     """
 
     code: str
     name: str
     run_id: int
     spec: TrainSpec
+    evaluation: EvalRequest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +168,7 @@ Request = (
     | JoinRequest
     | RunRequest
     | ModelRequest
+    | EvalRequest
     | TrainRequest
     | PushRequest
     | PullRequest
@@ -229,4 +248,22 @@ class ModelReport:
 
     placements: tuple[Placement, ...]
     result: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """What ``%%fsdp_eval`` found: the whole result, and this rank's rows.
+
+    Attributes:
+        record: over all ranks.
+        rows: what the cell collected here, in pieces: the place of the first sample in the data,
+            and by name an array or a list with one row per sample.
+        seconds: it took.
+        notes: sentences a person should read.
+    """
+
+    record: EvaluationRecord
+    rows: tuple[tuple[int, dict[str, Any]], ...]
+    seconds: float
     notes: tuple[str, ...] = ()

@@ -96,16 +96,52 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRecord:
+    """One rank's part of a metric in one step: the ranks' totals over their weights are its value.
+
+    Attributes:
+        name: of the metric.
+        step: index in the run.
+        total: weight × value, added up over micro-batches.
+        weight: added up likewise.
+    """
+
+    name: str
+    step: int
+    total: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """The result of an evaluation, the same on every rank.
+
+    Attributes:
+        step: optimizer steps done when it was made.
+        loss: over all samples; None: the cell bound none.
+        metrics: likewise, by name.
+        samples: how many there were.
+    """
+
+    step: int
+    loss: float | None
+    metrics: dict[str, float]
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecords:
     """Numbers of consecutive steps on one rank; the kernel adds the ranks up.
 
     Attributes:
         first: index in the run of the first step in here.
         losses: this rank's share of the global loss of each step: the shares of all ranks
-            add up to it.
-        grad_norms: global gradient norm of each step, before clipping.
+            add up to it. NaN where a cell bound none.
+        grad_norms: global gradient norm of each step, before clipping. NaN where no optimizer
+            stepped.
         samples: samples this rank took in each step.
         tokens: tokens this rank took in each step; None where batches have none.
+        metrics: this rank's parts, of the steps in which the cell bound them.
     """
 
     first: int = 0
@@ -113,6 +149,7 @@ class StepRecords:
     grad_norms: tuple[float, ...] = ()
     samples: tuple[int, ...] = ()
     tokens: tuple[int, ...] | None = None
+    metrics: tuple[MetricRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +166,11 @@ class ProgressReport:
         seconds: since the first step began.
         device_name: the card's name, or the processor's.
         first_step: ``step`` of the run's first step.
-        samples_per_step: samples of all ranks in one step; None where batches have none.
         micro_batch_size: samples of this rank in one micro-step.
+        accumulate: micro-steps in one step.
+        has_losses: whether the cell ever bound a loss.
+        evaluations: made so far in the run.
+        non_finite_steps: the first few whose loss was not finite on this rank.
         notes: sentences a person should read once.
     """
 
@@ -145,8 +185,11 @@ class ProgressReport:
     seconds: float
     device_name: str
     first_step: int
-    samples_per_step: int | None
     micro_batch_size: int | None
+    accumulate: int = 1
+    has_losses: bool = True
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    non_finite_steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -158,6 +201,7 @@ class RunReport:
         records: every step of the run.
         stopped: whether it ended at the person's wish before its last step.
         mean_activity: the device's mean over the run.
+        accumulate, has_losses, evaluations, non_finite_steps: as in ``ProgressReport``.
     """
 
     rank: int
@@ -171,6 +215,9 @@ class RunReport:
     mean_activity: DeviceSample
     device_name: str
     first_step: int
-    samples_per_step: int | None
     micro_batch_size: int | None
+    accumulate: int = 1
+    has_losses: bool = True
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    non_finite_steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()

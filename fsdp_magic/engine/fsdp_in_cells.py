@@ -29,9 +29,7 @@ class FsdpInCells:
         self._stopping = False
 
     def __repr__(self) -> str:
-        return (
-            "<fsdp: stop(), mean(x), gather(x), whole(tensor), unsharded(model), no_sync(model)>"
-        )
+        return "<fsdp: stop(), mean(x), gather(x), whole(tensor), unsharded(model), no_sync(model)>"
 
     def stop(self) -> None:
         """End the run on all ranks after this step; it counts as done."""

@@ -50,6 +50,7 @@ class StepLoop:
         records: of the steps.
         stopped: whether the run ended at the person's wish.
         micro_batch_size: samples of the first micro-batch.
+        epoch: of the newest step.
         notes: sentences a person should read.
     """
 
@@ -64,6 +65,7 @@ class StepLoop:
     records: Records = field(default_factory=Records)
     stopped: bool = False
     micro_batch_size: int | None = None
+    epoch: int = 0
     notes: list[str] = field(default_factory=list)
 
     def run(self, *, first_step: int, total_steps: int | None) -> None:
@@ -75,12 +77,13 @@ class StepLoop:
             first_step: ``step`` of the first one in the cell.
             total_steps: how many; None: to the end of the data.
         """
-        epoch: int | None = None
+        turned_already = True
         for step in itertools.count(first_step):
             # ranks whose data differs in length must still take the same number of steps
             over = total_steps is not None and step == first_step + total_steps
             batches = None if over else self._take()
-            turned = epoch is not None and not over and (batches is None or batches.epoch != epoch)
+            turned = not over and (batches is None or batches.epoch != self.epoch)
+            turned = turned and not turned_already
             weights, turned = self._agree_to_start(batches, turned=turned)
             if turned:
                 self.aftermath.after_epoch(step - 1)
@@ -88,9 +91,8 @@ class StepLoop:
                 self._note_early_end(step - first_step, total_steps)
                 return
             self._take_step(step, batches, weights)
-            epoch = batches.epoch
-            if self.data is not None and self.data.epoch_over:
-                epoch = None
+            turned_already = self.data is not None and self.data.epoch_over
+            if turned_already:
                 self.aftermath.after_epoch(step)
 
     def _take(self) -> StepBatches | None:
@@ -134,6 +136,7 @@ class StepLoop:
         return self.weighing.agreed(counts, total, counted=counted), turned
 
     def _take_step(self, step: int, batches: StepBatches, weights: Weights) -> None:
+        self.epoch = batches.epoch
         if self.data is not None and self.micro_batch_size is None:
             self.micro_batch_size = batches.counts[0]
         result = self.step.take(step, batches, weights)

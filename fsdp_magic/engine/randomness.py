@@ -30,8 +30,12 @@ class TrainingRandomness:
         self._state: dict[str, Any] | None = None
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Draw from the training state inside, and go on from there the next time."""
+    def in_place(self, *, kept: bool = True) -> Iterator[None]:
+        """Draw from the training state inside.
+
+        Args:
+            kept: whether to go on from there the next time, or from where this time began.
+        """
         outside = capture()
         if self._state is None:
             seed_all(self._seed)
@@ -40,8 +44,19 @@ class TrainingRandomness:
         try:
             yield
         finally:
-            self._state = capture()
+            if kept:
+                self._state = capture()
             restore(outside)
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Have every generator afterwards as it was before."""
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)
 
 
 def seed_all(seed: int) -> None:

@@ -8,6 +8,7 @@ lists of numbers.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from fsdp_magic.core.telemetry import MetricRecord, StepRecords
 from fsdp_magic.engine.weights import Weight
 
+_FIRST_NON_FINITE = 10
 NO_NUMBER = float("nan")
 
 
@@ -73,18 +75,21 @@ class Records:
     Attributes:
         finished: steps so far.
         has_losses: whether the cell ever bound a loss.
+        non_finite: indices of the first few steps whose loss was not finite.
     """
 
     def __init__(self) -> None:
         self._on_their_way: deque[_OnTheirWay] = deque()
         self._losses: list[float] = []
         self._norms: list[float] = []
+        self._bound_loss: list[bool] = []
         self._samples: list[int] = []
         self._tokens: list[int] = []
         self._metrics: dict[str, list[tuple[int, float, float]]] = {}
         self._knows_tokens = True
         self.finished = 0
         self.has_losses = False
+        self.non_finite: list[int] = []
 
     def add(self, result: StepResult) -> None:
         """Note a finished step; does not wait for the device."""
@@ -97,6 +102,7 @@ class Records:
         for name in names:
             numbers += result.metrics.sums[name]
         step, self.finished = self.finished, self.finished + 1
+        self._bound_loss.append(result.loss is not None)
         if any(isinstance(n, torch.Tensor) and n.device.type == "cuda" for n in numbers):
             self._on_their_way.append(_sent(numbers, step, names))
             self._receive(wait=False)
@@ -140,8 +146,14 @@ class Records:
         for place, name in enumerate(names):
             total, weight = sums[2 * place : 2 * place + 2]
             self._metrics.setdefault(name, []).append((step, total, weight))
+        if self._bound_loss[step] and not math.isfinite(loss):
+            self._note_non_finite(step)
         self._losses.append(loss)
         self._norms.append(norm)
+
+    def _note_non_finite(self, step: int) -> None:
+        if len(self.non_finite) < _FIRST_NON_FINITE:
+            self.non_finite.append(step)
 
 
 def _times(value: Weight, weight: Weight) -> Weight:

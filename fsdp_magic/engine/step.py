@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -22,6 +22,8 @@ from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.micro_step import Bound, CellRunner, checked_loss
+from fsdp_magic.engine.parallel import torch_private
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained
@@ -51,6 +53,7 @@ class AutomaticStep:
         runner: runs the cell.
         world: the ranks.
         trained: what is trained.
+        models: the sharded models.
         memory: told where memory is at a height, to measure it there.
         max_grad_norm: None: no clipping.
         stops_at_nan: whether a loss that is not finite ends the run before its step.
@@ -60,11 +63,12 @@ class AutomaticStep:
     runner: CellRunner
     world: World
     trained: Trained
+    models: list[ShardedModel]
     memory: MemoryWatch
     max_grad_norm: float | None
     stops_at_nan: bool
     has_data: bool
-    stepped: list[Optimizer]
+    stepped: list[Optimizer] = field(default_factory=list)
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
         """Take a step.
@@ -113,9 +117,15 @@ class AutomaticStep:
         return share, metrics, total
 
     def _backward(self, loss: torch.Tensor, weight: Weight) -> None:
-        with INTERRUPTS.allowed(), gradients.without_the_uncounted(self.trained.models, weight):
+        with INTERRUPTS.allowed(), gradients.without_the_uncounted(self._leaves(), weight):
             (loss * weight).backward()  # type: ignore[no-untyped-call]
         self.memory.mark_gradients()
+
+    def _leaves(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors at which gradients arrive in a backward."""
+        for model in self.models:
+            yield from torch_private.unsharded_parameters(model.module)
+        yield from (p for p in self.trained.whole if p.requires_grad)
 
     def _settle(
         self, step: int, loss: torch.Tensor, weight: Weight | None

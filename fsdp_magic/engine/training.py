@@ -3,92 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from ipyparallel.datapub import publish_data
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp_magic.core.batch import GlobalBatch
-from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import PROGRESS_KEY, TrainRequest
-from fsdp_magic.core.specs import TrainSpec
-from fsdp_magic.core.telemetry import DeviceSample, ProgressReport, RunReport
+from fsdp_magic.core.specs import EvalSpec
+from fsdp_magic.core.telemetry import DeviceSample, EvaluationRecord, ProgressReport, RunReport
 from fsdp_magic.engine import gradients, modeling, telemetry
+from fsdp_magic.engine.aftermath import AfterStep, AfterSteps
 from fsdp_magic.engine.cells import Cell
-from fsdp_magic.engine.data import Data, Position
+from fsdp_magic.engine.data import Data
+from fsdp_magic.engine.evaluation import Evaluator
+from fsdp_magic.engine.feeding import evaluate, length, open_data
+from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
+from fsdp_magic.engine.guards import Guards, Refusing
+from fsdp_magic.engine.loop import StepLoop, running
+from fsdp_magic.engine.manual import ManualStep
+from fsdp_magic.engine.micro_step import CellRunner
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
-from fsdp_magic.engine.sources import micro_batch_size_of
-from fsdp_magic.engine.step import StepLoop, cleared_after_failure
+from fsdp_magic.engine.position import Position
+from fsdp_magic.engine.reachable import reachable
+from fsdp_magic.engine.rollback import Snapshot
+from fsdp_magic.engine.schedulers import Schedulers, find_schedulers
+from fsdp_magic.engine.step import AutomaticStep, Step, cleared_after_failure
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained, find_trained, put_in_train_mode
+from fsdp_magic.engine.weights import Weighing, label_counter
 from fsdp_magic.engine.world import World
 
 _PUBLISH_SECONDS = 0.4
 _SAMPLE_SECONDS = 0.1
-
-
-def open_data(
-    spec: TrainSpec, namespace: Mapping[str, Any], *, world: World, position: Position
-) -> Data | None:
-    """Return the data that a run reads; None if the cell brings its own.
-
-    Raises:
-        FsdpError: if a name leads nowhere, or the data cannot be cut as asked.
-    """
-    if spec.data is None:
-        return None
-    source = evaluate(spec.data, namespace, flag="--data")
-    size = micro_batch_size_of(source, spec.micro_batch_size)
-    batch = GlobalBatch(
-        micro_batch_size=size or 1,
-        accumulate=spec.accumulate,
-        data_parallel_size=world.world_size,
-    )
-    collate = None
-    if spec.collate is not None:
-        collate = evaluate(spec.collate, namespace, flag="--collate")
-    return Data(
-        source,
-        batch=batch,
-        rank=world.rank,
-        seed=world.request.seed,
-        shuffle=not spec.no_shuffle,
-        collate=collate,
-        goes_round=spec.steps is not None or spec.epochs is not None,
-        device=world.device,
-        position=position,
-    )
-
-
-def evaluate(expression: str, namespace: Mapping[str, Any], *, flag: str) -> Any:
-    """Return what a name on a magic's line stands for on the engines.
-
-    Raises:
-        FsdpError: if it stands for nothing.
-    """
-    try:
-        return eval(expression, dict(namespace))
-    except (NameError, AttributeError, LookupError, SyntaxError) as error:
-        raise FsdpError(
-            f"{flag} {expression} is not there on the engines ({error}); bind it in a %%fsdp cell"
-        ) from None
-
-
-def length(spec: TrainSpec, data: Data | None) -> int | None:
-    """Return the number of steps of a run; None: to the end of data of unknown length."""
-    if spec.steps is not None:
-        return spec.steps
-    if data is None:
-        return 1
-    if data.steps_per_epoch is None:
-        if spec.epochs not in (None, 1):
-            raise FsdpError(
-                f"--epochs {spec.epochs} needs data whose length is known; give --steps N"
-            )
-        return None
-    return data.steps_per_epoch * (spec.epochs or 1)
 
 
 class TrainingRun:
@@ -98,17 +49,26 @@ class TrainingRun:
         request: what was asked.
         world: this rank's.
         names: of the namespace that the cell runs in.
+        handle: the ``fsdp`` of the cell.
     """
 
-    def __init__(self, request: TrainRequest, *, world: World, names: Names) -> None:
+    def __init__(
+        self, request: TrainRequest, *, world: World, names: Names, handle: FsdpInCells
+    ) -> None:
         self._request = request
         self._world = world
         self._names = names
         self._namespace = names.namespace
+        self._handle = handle
         self._notes: list[str] = []
         self._loop: StepLoop | None = None
+        self._after: AfterSteps | None = None
         self._trained: Trained | None = None
         self._memory: MemoryWatch | None = None
+        self._guards: Guards | None = None
+        self._evaluation_cell: Cell | None = None
+        self._before: Callable[[], None] | None = None
+        self._models: list[ShardedModel] = []
         self._first_step = 0
         self._total_steps = request.spec.steps
         self._published_steps = 0
@@ -134,54 +94,188 @@ class TrainingRun:
         """Steps done."""
         return 0 if self._loop is None else self._loop.records.finished
 
-    def prepare(self, cell: Cell, *, models: dict[str, ShardedModel], position: Position) -> None:
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest step."""
+        return 0 if self._loop is None else self._loop.epoch
+
+    # -- preparing
+
+    def prepare(
+        self,
+        cell: Cell,
+        *,
+        evaluation_cell: Cell | None,
+        models: dict[str, ShardedModel],
+        position: Position,
+        steps_done: int,
+    ) -> None:
         """Find what is trained and where the data is; shard what never was.
 
         Collective: every rank must call this.
         """
+        self._evaluation_cell = evaluation_cell
         spec, world = self._request.spec, self._world
+        self._first_step = steps_done
         self._notes += modeling.shard_forgotten(self._namespace, models=models, world=world)
-        sharded = [model for model in models.values() if model.alive]
-        self._trained, notes = find_trained(self._namespace, sharded)
-        self._notes += notes + put_in_train_mode(sharded, self._trained)
-        data = open_data(spec, self._namespace, world=world, position=position)
+        self._models = [model for model in models.values() if model.alive]
+        trained, notes = find_trained(self._namespace, self._models)
+        self._trained = trained
+        if spec.trial:
+            self._before = self._snapshot(trained, position)
+        self._notes += notes + put_in_train_mode(self._models, trained)
+        weighing = Weighing(spec.loss, late="loss_weight" in cell.assigned)
+        data = open_data(
+            spec,
+            self._namespace,
+            world=world,
+            position=position,
+            count_labels=label_counter(weighing, self._models),
+        )
         self._total_steps = length(spec, data)
         self._notes += [] if data is None else data.notes
-        parameters = [p for model in sharded for p in model.module.parameters()]
+        parameters = [p for model in self._models for p in model.module.parameters()]
         telemetry.reset_peak()
         self._memory = MemoryWatch(
-            [*parameters, *self._trained.parameters], list(self._trained.optimizers.values())
+            [*parameters, *trained.parameters], list(trained.optimizers.values())
         )
-        self._models = sharded
         size = None if data is None else data.micro_batch_size
-        self._names.bind({"total_steps": self._total_steps, "micro_batch_size": size})
+        end = None if self._total_steps is None else steps_done + self._total_steps
+        self._names.bind({"total_steps": end, "micro_batch_size": size})
+        step = self._step(cell, trained, has_data=data is not None)
+        self._after = self._aftermath(cell, step, data, trained, weighing)
         self._loop = StepLoop(
-            cell,
-            self._names,
+            step=step,
             world=world,
-            trained=self._trained,
             data=data,
-            accumulate=spec.accumulate,
-            max_grad_norm=spec.max_grad_norm,
+            weighing=weighing,
+            micro_steps=spec.accumulate if data is None else data.batch.accumulate,
+            handle=self._handle,
             stopping=lambda: world.page.stopping_run == self._request.run_id,
-            memory=self._memory,
+            aftermath=self._after,
         )
 
-    def steps(self, *, first_step: int) -> None:
+    def _snapshot(self, trained: Trained, position: Position) -> Callable[[], None]:
+        """Return what puts everything back that a trial changes."""
+        mark = position.mark()
+        bound = reachable(self._namespace, nn.Module).values()
+        snapshot = Snapshot(
+            [*(model.module for model in self._models), *bound],
+            trained.parameters,
+            trained.optimizers.values(),
+            reachable(self._namespace, LRScheduler).values(),
+        )
+
+        def put_back() -> None:
+            snapshot.restore()
+            position.back(mark)
+
+        return put_back
+
+    def _step(self, cell: Cell, trained: Trained, *, has_data: bool) -> Step:
+        """Return how a step is taken, with the guards that watch the cell."""
+        assert self._memory is not None
+        spec = self._request.spec
+        schedulers = find_schedulers(self._namespace).values()
+        if spec.manual:
+            manual = ManualStep(
+                world=self._world, trained=trained, memory=self._memory, has_data=has_data
+            )
+            self._guards = Guards(manual, schedulers)
+            manual.runner = CellRunner(cell, self._names, self._guards)
+            return manual
+        self._guards = Guards(Refusing(), schedulers)
+        return AutomaticStep(
+            runner=CellRunner(cell, self._names, self._guards),
+            world=self._world,
+            trained=trained,
+            models=self._models,
+            memory=self._memory,
+            max_grad_norm=spec.max_grad_norm,
+            stops_at_nan=spec.nan == "stop",
+            has_data=has_data,
+        )
+
+    def _aftermath(
+        self, cell: Cell, step: Step, data: Data | None, trained: Trained, weighing: Weighing
+    ) -> AfterSteps:
+        spec = self._request.spec
+        assert self._guards is not None
+        function = None
+        if spec.after_step is not None:
+            value = evaluate(spec.after_step, self._namespace, flag="--after-step")
+            function = AfterStep(value, world_size=self._world.world_size)
+        return AfterSteps(
+            step=step,
+            schedulers=None if spec.manual else self._schedulers(data, trained),
+            function=function,
+            evaluate=self._evaluation(cell, weighing),
+            every=spec.eval_every,
+        )
+
+    def _evaluation(
+        self, cell: Cell, weighing: Weighing
+    ) -> Callable[[int], EvaluationRecord] | None:
+        """Return what evaluates after so many steps; None: nothing was asked for."""
+        spec, asked = self._request.spec, self._request.evaluation
+        assert self._guards is not None
+        if spec.eval_every is None:
+            return None
+        if spec.eval_data is not None:
+            asked_spec = EvalSpec(
+                data=spec.eval_data, micro_batch_size=spec.micro_batch_size, collate=spec.collate
+            )
+        else:
+            assert asked is not None  # else the kernel has refused it
+            assert self._evaluation_cell is not None
+            cell, asked_spec = self._evaluation_cell, asked.spec
+            weighing = Weighing("mean", late="loss_weight" in cell.assigned)
+        evaluator = Evaluator(
+            cell=cell,
+            spec=asked_spec,
+            weighing=weighing,
+            names=self._names,
+            guards=self._guards,
+            world=self._world,
+            models=self._models,
+        )
+        return lambda step: evaluator.run(step=step)
+
+    def _schedulers(self, data: Data | None, trained: Trained) -> Schedulers:
+        spec, steps = self._request.spec, self._total_steps
+        schedulers = Schedulers(
+            find_schedulers(self._namespace),
+            trained.optimizers.values(),
+            every=spec.scheduler_every,
+        )
+        per_epoch = None if data is None else data.steps_per_epoch
+        epochs = None if steps is None or not per_epoch else steps / per_epoch
+        schedulers.check(first_step=self._first_step, steps=steps, epochs=epochs)
+        schedulers.note_waiting(evaluates=spec.eval_every is not None)
+        self._notes += schedulers.notes
+        return schedulers
+
+    # -- running
+
+    def steps(self) -> None:
         """Take the steps.
 
         Collective: every rank must call this.
         """
         assert self._loop is not None
         assert self._trained is not None
-        self._first_step = first_step
+        assert self._guards is not None
         self._started = time.monotonic()
-        gradients.clear(self._trained.parameters)
-        with (
-            cleared_after_failure(self._trained),
-            fsdp.gradients_added_up(self._models, self._world),
-        ):
-            self._loop.run(first_step=first_step, total_steps=self._total_steps)
+        with ExitStack() as stack:
+            if self._before is not None:
+                stack.callback(self._before)
+            stack.enter_context(self._guards.in_place())
+            stack.enter_context(running(self._handle))
+            if not self._request.spec.manual:  # a manual cell averages gradients, as FSDP2 does
+                gradients.clear(self._trained.parameters)
+                stack.enter_context(fsdp.gradients_added_up(self._models, self._world))
+            stack.enter_context(cleared_after_failure(self._trained))
+            self._loop.run(first_step=self._first_step, total_steps=self._total_steps)
 
     # -- watching, from the service thread
 
@@ -213,8 +307,11 @@ class TrainingRun:
             seconds=time.monotonic() - self._started,
             device_name=self._device_name,
             first_step=self._first_step,
-            samples_per_step=loop.samples_per_step,
             micro_batch_size=loop.micro_batch_size,
+            accumulate=loop.micro_steps,
+            has_losses=loop.records.has_losses,
+            evaluations=self._evaluations(),
+            non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
             notes=(*self._notes, *loop.notes),
         )
         publish_data({PROGRESS_KEY: report})
@@ -237,10 +334,16 @@ class TrainingRun:
             mean_activity=_mean(self._activities),
             device_name=self._device_name,
             first_step=self._first_step,
-            samples_per_step=loop.samples_per_step,
             micro_batch_size=loop.micro_batch_size,
+            accumulate=loop.micro_steps,
+            has_losses=loop.records.has_losses,
+            evaluations=self._evaluations(),
+            non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
             notes=(*self._notes, *loop.notes),
         )
+
+    def _evaluations(self) -> tuple[EvaluationRecord, ...]:
+        return () if self._after is None else tuple(self._after.evaluations)
 
 
 def _mean(samples: list[DeviceSample]) -> DeviceSample:

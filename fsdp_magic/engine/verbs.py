@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from torch.optim import Optimizer
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import (
     LOCAL_ORDER_VARIABLE,
+    EvalReport,
+    EvalRequest,
     HelloReport,
     HelloRequest,
     JoinRequest,
@@ -38,16 +41,21 @@ from fsdp_magic.core.protocol import (
 from fsdp_magic.core.telemetry import RankStatus
 from fsdp_magic.engine import cells, modeling, telemetry, training
 from fsdp_magic.engine.data import Position
+from fsdp_magic.engine.evaluation import Evaluator
+from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
+from fsdp_magic.engine.guards import Guards, Refusing
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.reachable import reachable
+from fsdp_magic.engine.schedulers import find_schedulers
 from fsdp_magic.engine.service import Service, Tick
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.values import packed, whole
+from fsdp_magic.engine.weights import Weighing
 from fsdp_magic.engine.world import World
 
 
@@ -65,9 +73,11 @@ class Engine:
         self.models: dict[str, ShardedModel] = {}
         self.position = Position()
         self.steps = 0
+        self.epoch = 0
         self._world: World | None = None
         self._service: Service | None = None
         self._randomness: TrainingRandomness | None = None
+        self._handle: FsdpInCells | None = None
 
     @property
     def world(self) -> World:
@@ -81,6 +91,16 @@ class Engine:
         assert self._randomness is not None
         return self._randomness
 
+    @property
+    def handle(self) -> FsdpInCells:
+        """The ``fsdp`` that cells find."""
+        assert self._handle is not None
+        return self._handle
+
+    def names_of_cells(self) -> dict[str, Any]:
+        """Return the names that every cell finds."""
+        return {**self.world.names(), "fsdp": self.handle}
+
     def living_models(self) -> list[ShardedModel]:
         """Return the sharded models that are still there."""
         return [model for model in self.models.values() if model.alive]
@@ -90,6 +110,7 @@ class Engine:
         self._world = world
         self._service = Service(world)
         self._randomness = TrainingRandomness(world.request.seed, world.rank)
+        self._handle = FsdpInCells(world.rank, world.world_size)
 
     def call(self, verb: str, request: Any) -> Reply:
         """Do what the kernel asks.
@@ -161,7 +182,7 @@ def join(engine: Engine, request: JoinRequest) -> Reply:
 
 def run(engine: Engine, request: RunRequest) -> Reply:
     """Run a cell as ordinary Python; the report is the text of its result."""
-    with engine.cell(engine.world.names()), INTERRUPTS.allowed():
+    with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
         cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
         value = cell.run(engine.namespace)
         text = None if value is None else repr(value)
@@ -173,7 +194,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    with engine.cell(engine.world.names()):
+    with engine.cell(engine.names_of_cells()):
         with INTERRUPTS.allowed():
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
             value = cell.run(engine.namespace)
@@ -185,7 +206,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
             wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
         )
         if wanted:
-            engine.steps, engine.position = 0, Position()
+            engine.steps, engine.epoch, engine.position = 0, 0, Position()
         shown = placements or tuple(fsdp.placement(model, engine.world) for model in left)
     notes = tuple(
         f"{model.name} is sharded already and is left alone; build a new one to shard it anew"
@@ -201,21 +222,73 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    run = training.TrainingRun(request, world=engine.world, names=engine.names)
-    values = {**engine.world.names(), **run.names()}
+    run = training.TrainingRun(
+        request, world=engine.world, names=engine.names, handle=engine.handle
+    )
+    kept = not request.spec.trial
+    values = {**engine.names_of_cells(), **run.names()}
     try:
-        with engine.cell(values, tick=run.tick), engine.randomness.in_place():
+        with engine.cell(values, tick=run.tick), engine.randomness.in_place(kept=kept):
             cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
-            run.prepare(cell, models=engine.models, position=engine.position)
-            run.steps(first_step=engine.steps)
+            asked = request.evaluation
+            run.prepare(
+                cell,
+                evaluation_cell=None
+                if asked is None
+                else cells.compile_training_cell(asked.code, asked.name, shell=engine.shell),
+                models=engine.models,
+                position=engine.position,
+                steps_done=engine.steps,
+            )
+            run.steps()
     except BaseException as error:
         INTERRUPTS.close()
         with cells.forgotten(error):
             failure = cells.describe(error)
         return Reply(rank=engine.world.rank, report=run.report(), failure=failure)
     finally:
-        engine.steps += run.finished
+        if kept:
+            engine.steps += run.finished
+            engine.epoch = run.epoch
     return Reply(rank=engine.world.rank, report=run.report())
+
+
+def evaluate(engine: Engine, request: EvalRequest) -> Reply:
+    """Run a cell over data without gradients.
+
+    Collective: every rank must call this.
+    """
+    started = time.monotonic()
+    names = {
+        "step": engine.steps,
+        "micro_step": 0,
+        "epoch": engine.epoch,
+        "micro_batch_size": request.spec.micro_batch_size,
+        "total_steps": None,
+    }
+    if request.spec.data is not None:
+        names["batch"] = None
+    with engine.cell({**engine.names_of_cells(), **names}), engine.randomness.in_place(kept=False):
+        cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
+        guards = Guards(Refusing(), find_schedulers(engine.namespace).values())
+        evaluator = Evaluator(
+            cell=cell,
+            spec=request.spec,
+            weighing=Weighing("mean", late="loss_weight" in cell.assigned),
+            names=engine.names,
+            guards=guards,
+            world=engine.world,
+            models=engine.living_models(),
+        )
+        with guards.in_place():
+            record = evaluator.run(step=engine.steps, epoch=engine.epoch)
+    report = EvalReport(
+        record=record,
+        rows=tuple(evaluator.rows),
+        seconds=time.monotonic() - started,
+        notes=tuple(evaluator.notes),
+    )
+    return Reply(rank=engine.world.rank, report=report)
 
 
 def shards(engine: Engine, request: ShardsRequest) -> Reply:
@@ -246,7 +319,7 @@ def pull(engine: Engine, request: PullRequest) -> Reply:
 
     Collective: every rank must call this, since a sharded tensor is gathered by all.
     """
-    with engine.cell(engine.world.names()), INTERRUPTS.allowed():
+    with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
         value = whole(eval(request.expression, engine.namespace), limit_bytes=request.limit_bytes)
         sent = packed(value, limit_bytes=request.limit_bytes) if request.wanted else None
     return Reply(rank=engine.world.rank, report=sent)
@@ -290,6 +363,7 @@ VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
     "run": run,
     "model": model,
     "train": train,
+    "evaluate": evaluate,
     "shards": shards,
     "push": push,
     "pull": pull,

@@ -29,6 +29,14 @@ class Flag(enum.IntFlag):
     """This rank's data is at its end, or it has taken all its steps."""
     UNCOUNTED = 4
     """This rank's batches have no number of samples."""
+    FINISH = 8
+    """The cell wants the run to end here, as done."""
+    NEW_EPOCH = 16
+    """This rank's next batches begin a new epoch."""
+    MISSING = 32
+    """A trained parameter got no gradient on this rank."""
+    NOT_FINITE = 64
+    """This rank's loss is not finite."""
 
 
 class Vote:

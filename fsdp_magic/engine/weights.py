@@ -9,7 +9,7 @@ are the number of samples, with ``--loss tokens`` the number of labels, or what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs.train import LossKind
 from fsdp_magic.engine.data import StepBatches
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
 
 IGNORED_LABEL = -100
 """Source: ``ignore_index`` of torch.nn.functional.cross_entropy."""
@@ -84,6 +85,23 @@ class Weighing:
             )
         return batches.labels
 
+    @property
+    def counts_labels(self) -> bool:
+        """Whether a batch counts by its labels."""
+        return self._kind == "tokens"
+
+    @property
+    def adds(self) -> bool:
+        """Whether losses are added up, not averaged."""
+        return self._kind == "sum"
+
+    def of_batch(self, count: int | None, labels: int | None) -> float:
+        """Return what a batch counts by itself; one that cannot say counts one."""
+        if self._kind == "sum":
+            return 1.0
+        known = labels if self._kind == "tokens" else count
+        return 1.0 if known is None else float(known)
+
     def agreed(self, counts: list[int | None], total: int, *, counted: bool) -> Weights:
         """Return the weights once all ranks have added up what they know.
 
@@ -100,6 +118,16 @@ class Weighing:
             return Weights(counts=ones, total=None if self.late else total)
         known = [count or 0 for count in counts]
         return Weights(counts=known, total=None if self.late else total)
+
+
+def label_counter(
+    weighing: Weighing, models: Iterable[ShardedModel]
+) -> Callable[[Any], int | None] | None:
+    """Return a function that counts the labels of a batch; None where nobody asks for them."""
+    if not weighing.counts_labels:
+        return None
+    shifted = shifts_labels(model.module for model in models)
+    return lambda batch: label_count(batch, shifted=shifted)
 
 
 def label_count(batch: Any, *, shifted: bool) -> int | None:
@@ -125,7 +153,9 @@ def shifts_labels(modules: Iterable[nn.Module]) -> bool:
 
     Source: the lists of transformers' auto classes; ``ForCausalLMLoss``, which theirs use, shifts.
     """
-    classes = {kind for module in modules for part in module.modules() for kind in type(part).__mro__}
+    classes = {
+        kind for module in modules for part in module.modules() for kind in type(part).__mro__
+    }
     names = {kind.__name__ for kind in classes if kind.__module__.startswith("transformers.")}
     return bool(names) and not names.isdisjoint(_shifting_names())
 
@@ -166,4 +196,3 @@ def number_of(weight: Any) -> Weight:
             "runs over"
         )
     return float(weight)
-

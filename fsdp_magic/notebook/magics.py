@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.specs import (
     EmptySpec,
+    EvalSpec,
     InitSpec,
     ModelSpec,
     NamesSpec,
@@ -18,6 +21,7 @@ from fsdp_magic.core.specs import (
     TrainSpec,
 )
 from fsdp_magic.notebook import sessions
+from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.options import help_text, parse
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.session import Session
@@ -37,8 +41,9 @@ class FsdpMagics(Magics):
     def fsdp(self, line: str, cell: str | None = None) -> None:
         """Run the cell on every rank, as ordinary Python."""
         cell = _body(cell, "fsdp")
-        spec = parse(line, RunSpec, magic="%%fsdp")
-        self._session().run(cell, ranks=spec.ranks, timeout=spec.timeout, name=self._name("fsdp"))
+        session = self._session()
+        spec = parse(line, RunSpec, magic="%%fsdp", numbers=session.number)
+        session.run(cell, ranks=spec.ranks, timeout=spec.timeout, name=self._name("fsdp"))
 
     @line_cell_magic
     def fsdp_model(self, line: str, cell: str | None = None) -> None:
@@ -53,7 +58,9 @@ class FsdpMagics(Magics):
         """Run the cell as training steps; it binds `loss`."""
         cell = _body(cell, "fsdp_train")
         session = self._session()
-        spec = parse(line, TrainSpec, magic="%%fsdp_train")
+        spec = parse(line, TrainSpec, magic="%%fsdp_train", numbers=session.number)
+        if isinstance(spec.log, str):
+            spec = replace(spec, log=self._function(spec.log, "--log"))
         before = len(session.runs)
         try:
             run = session.train_from(spec, cell, name=self._name("fsdp_train"))
@@ -61,6 +68,18 @@ class FsdpMagics(Magics):
             if spec.output is not None and len(session.runs) > before:
                 self._variables[spec.output] = session.runs[-1]
         return None if spec.output is not None else run
+
+    @line_cell_magic
+    def fsdp_eval(self, line: str, cell: str | None = None) -> Evaluation | None:
+        """Run the cell over data without gradients, every sample once."""
+        cell = _body(cell, "fsdp_eval")
+        session = self._session()
+        spec = parse(line, EvalSpec, magic="%%fsdp_eval", numbers=session.number)
+        evaluation = session.eval_from(spec, cell, name=self._name("fsdp_eval"))
+        if spec.output is None:
+            return evaluation
+        self._variables[spec.output] = evaluation
+        return None
 
     @line_magic
     def fsdp_shards(self, line: str) -> None:
@@ -118,6 +137,22 @@ class FsdpMagics(Magics):
         variables: dict[str, Any] = self.shell.user_ns
         return variables
 
+    def _function(self, expression: str, flag: str) -> Callable[..., Any]:
+        """Return the function that an expression stands for in the notebook."""
+        try:
+            function = eval(expression, dict(self._variables))
+        except Exception as error:  # a person's expression may raise anything
+            raise UsageError(
+                f"{flag} {expression} is not there in the notebook ({error}); define it in a cell "
+                "without a magic"
+            ) from None
+        if not callable(function):
+            raise UsageError(
+                f"{flag} {expression} is a {type(function).__name__}; it takes a function, called "
+                "as FUNC({...}, step=n)"
+            )
+        return cast(Callable[..., Any], function)
+
     def _session(self) -> Session:
         session = sessions.current()
         if session is None:
@@ -151,6 +186,7 @@ _SPECS: dict[str, type[Any]] = {
     "fsdp": RunSpec,
     "fsdp_model": ModelSpec,
     "fsdp_train": TrainSpec,
+    "fsdp_eval": EvalSpec,
     "fsdp_shards": ShardsSpec,
     "fsdp_push": NamesSpec,
     "fsdp_pull": PullSpec,
@@ -163,6 +199,10 @@ _EXAMPLES: dict[str, str] = {
     "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)",
     "fsdp_train": "%%fsdp_train --data train_data --steps 100 --accumulate 4\n"
     "loss = model(**batch).loss",
+    "fsdp_eval": "%%fsdp_eval --data val_data\n"
+    "logits = model(batch[0])\n"
+    'metrics = {"accuracy": (logits.argmax(-1) == batch[1]).float().mean()}\n'
+    'collect = {"prediction": logits.argmax(-1)}',
     "fsdp_shards": "%fsdp_shards model",
     "fsdp_push": "%fsdp_push vocabulary",
     "fsdp_pull": "%fsdp_pull model.lm_head.weight --rank 0",

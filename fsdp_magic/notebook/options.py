@@ -6,32 +6,63 @@ outside quotes starts a comment.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import shlex
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import Option, options_of
 
 SpecT = TypeVar("SpecT")
+Numbers = Callable[[str, str], float]
+"""(flag, expression) -> the number it stands for on the engines."""
 
 
-def parse(line: str, spec: type[SpecT], *, magic: str, **defaults: Any) -> SpecT:
+def parse(
+    line: str, spec: type[SpecT], *, magic: str, numbers: Numbers | None = None, **defaults: Any
+) -> SpecT:
     """Return the spec that a magic's line asks for.
 
     Args:
         line: what was typed after the magic's name.
         spec: the dataclass that declares the options.
         magic: the magic's name, for errors.
+        numbers: looks up a number that is given by its name on the engines; None: there are none.
         **defaults: values of fields that are not typed.
 
     Raises:
         UsageError: if an option is unknown, lacks its value, or has one that cannot work.
     """
-    return spec(**{**defaults, **_values(line, spec, magic)})
+    values = {**defaults, **_values(line, spec, magic)}
+    return spec(**looked_up(values, spec, numbers))
+
+
+def looked_up(
+    values: Mapping[str, Any], spec: type[Any], numbers: Numbers | None
+) -> dict[str, Any]:
+    """Return the values of fields, those of numbers given by name looked up on the engines.
+
+    Raises:
+        UsageError: if a text is neither a number nor a Python expression.
+    """
+    options, kinds = options_of(spec), typing.get_type_hints(spec)
+    found = dict(values)
+    for name, value in values.items():
+        option = options.get(name)
+        if option is None or not isinstance(value, str) or not _takes_number(kinds[name]):
+            continue
+        if value.lower() in option.choices:
+            continue
+        flag = option.flags[0]
+        if numbers is None or not _is_expression(value):
+            wanted = "number" if float in _kinds(kinds[name]) else "whole number"
+            raise UsageError(f"{flag} {value!r} is not a {wanted}")
+        found[name] = numbers(flag, value)
+    return found
 
 
 def help_text(spec: type[Any]) -> str:
@@ -78,20 +109,38 @@ def _value(option: Option, kind: Any, flag: str, value: str | None, words: Itera
         value = next(words, None)
     if value is None or (value.startswith("--")):
         raise UsageError(f"{flag} needs a value: {flag} {option.takes}")
-    return _converted(value, kind, flag)
+    return _converted(value, kind)
 
 
-def _converted(value: str, kind: Any, flag: str) -> Any:
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    try:
-        if int in kinds:
-            return int(value)
-        if float in kinds:
-            return float(value)
-    except ValueError:
-        wanted = "whole number" if int in kinds else "number"
-        raise UsageError(f"{flag} {value!r} is not a {wanted}") from None
+def _converted(value: str, kind: Any) -> Any:
+    """Return a number where one is taken and the text is one; else the text."""
+    kinds = _kinds(kind)
+    for number in (int, float):
+        if number in kinds:
+            try:
+                return number(value)
+            except ValueError:
+                continue
     return value
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def _takes_number(kind: Any) -> bool:
+    return not {int, float}.isdisjoint(_kinds(kind))
+
+
+def _is_expression(text: str) -> bool:
+    """Return whether a text is Python that may stand for a number, but is none itself."""
+    try:
+        body = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    while isinstance(body, ast.UnaryOp):
+        body = body.operand
+    return not isinstance(body, ast.Constant)
 
 
 def _words(line: str, magic: str) -> Iterator[str]:

@@ -6,10 +6,12 @@ the global batch. So a step counts here once every rank has reported it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from fsdp_magic.core.telemetry import (
     DeviceSample,
+    EvaluationRecord,
     MemorySample,
     ProgressReport,
     RunReport,
@@ -26,6 +28,7 @@ class RankProgress:
         losses: its share of each step's loss.
         grad_norms: the global norm of each step.
         samples, tokens: what it took in each step.
+        metrics: by name and step, its part: weight × value and weight, added up.
     """
 
     def __init__(self) -> None:
@@ -33,6 +36,7 @@ class RankProgress:
         self.grad_norms: list[float] = []
         self.samples: list[int] = []
         self.tokens: list[int] | None = []
+        self.metrics: dict[str, dict[int, tuple[float, float]]] = {}
         self.seconds = 0.0
         self.device_name = ""
         self.memory: MemorySample | None = None
@@ -49,6 +53,9 @@ class RankProgress:
             self.tokens = None
         elif self.tokens is not None:
             self.tokens[records.first :] = records.tokens
+        for metric in records.metrics:
+            parts = self.metrics.setdefault(metric.name, {})
+            parts[metric.step] = (metric.total, metric.weight)
 
 
 class Run:
@@ -61,7 +68,8 @@ class Run:
         total_steps: steps it was to take; None if that was not known.
         first_step: ``step`` of its first step, which counts on over the runs of a model.
         seconds: since its first step began.
-        metrics: a list per name, one value per step.
+        evaluations: those of ``--eval-every``.
+        non_finite_steps: the first steps whose loss was not finite.
         notes: sentences a person should read.
         message: why it failed, in one line.
         last_frame: the panel that stays, as HTML and as text; None while it runs.
@@ -74,8 +82,9 @@ class Run:
         self.state: RunState = "starting"
         self.total_steps: int | None = None
         self.micro_batch_size: int | None = None
-        self.samples_per_step: int | None = None
-        self.metrics: dict[str, list[float]] = {}
+        self.has_losses = True
+        self.evaluations: list[EvaluationRecord] = []
+        self.non_finite_steps: list[int] = []
         self.notes: list[str] = []
         self.message = ""
         self.last_frame: tuple[str, str] | None = None
@@ -91,9 +100,51 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of the global batch, one per step."""
+        """The loss of the global batch, one per step; none if the cell never bound one."""
+        if not self.has_losses:
+            return []
         shares = zip(*(rank.losses for rank in self.ranks), strict=False)
         return [sum(share) for share in shares]
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """The metrics of the global batch by name, one value per step; NaN where none was bound."""
+        names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
+        return {name: [self.metric(name, step) for step in range(self.steps)] for name in names}
+
+    def metric(self, name: str, step: int) -> float:
+        """Return a metric of one step, counted from the run's first; NaN if none was bound."""
+        parts = [rank.metrics.get(name, {}).get(step, (0.0, 0.0)) for rank in self.ranks]
+        weight = sum(weight for _, weight in parts)
+        return sum(total for total, _ in parts) / weight if weight else math.nan
+
+    @property
+    def newest_metrics(self) -> dict[str, float]:
+        """Each metric's value of the last step that bound it."""
+        newest: dict[str, float] = {}
+        for name in dict.fromkeys(name for rank in self.ranks for name in rank.metrics):
+            bound = [s for rank in self.ranks for s in rank.metrics.get(name, ()) if s < self.steps]
+            if bound:
+                newest[name] = self.metric(name, max(bound))
+        return newest
+
+    def values(self, step: int) -> dict[str, float]:
+        """Return the numbers of one step by name, as ``--log`` hands them on."""
+        values = {"loss": sum(rank.losses[step] for rank in self.ranks)} if self.has_losses else {}
+        norm = self.ranks[0].grad_norms[step]
+        if not math.isnan(norm) or self.has_losses:
+            values["grad_norm"] = norm
+        names = dict.fromkeys(
+            n for rank in self.ranks for n, at in rank.metrics.items() if step in at
+        )
+        return {**values, **{name: self.metric(name, step) for name in names}}
+
+    @property
+    def samples_per_step(self) -> int | None:
+        """Samples of all ranks in the first step; None where batches have none."""
+        if not self.steps:
+            return None
+        return sum(rank.samples[0] for rank in self.ranks) or None
 
     @property
     def grad_norms(self) -> list[float]:
@@ -171,7 +222,12 @@ class Run:
     def _take_sizes(self, report: ProgressReport | RunReport) -> None:
         self.first_step = report.first_step
         self.micro_batch_size = report.micro_batch_size or self.micro_batch_size
-        self.samples_per_step = report.samples_per_step or self.samples_per_step
+        self.accumulate = report.accumulate
+        self.has_losses = report.has_losses or report.steps == 0
+        self.evaluations = list(report.evaluations)
+        if report.non_finite_steps:
+            known = set(self.non_finite_steps) | set(report.non_finite_steps)
+            self.non_finite_steps = sorted(known)
 
     def _note(self, notes: Sequence[str]) -> None:
         self.notes.extend(note for note in notes if note not in self.notes)

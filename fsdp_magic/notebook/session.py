@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import pickle
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fsdp_magic.core.errors import CellInterrupted, FsdpError, UsageError
+from fsdp_magic.core.errors import CellFailedError, CellInterrupted, FsdpError, UsageError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import (
     CellOutput,
+    EvalRequest,
     ModelRequest,
     PullRequest,
     PushRequest,
@@ -21,15 +22,19 @@ from fsdp_magic.core.protocol import (
     StatusRequest,
     TrainRequest,
 )
-from fsdp_magic.core.specs import InitSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
+from fsdp_magic.core.specs import EvalSpec, InitSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.core.telemetry import RankStatus
 from fsdp_magic.core.units import GIB
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.engines import Engines
+from fsdp_magic.notebook.evaluation import Evaluation
+from fsdp_magic.notebook.options import looked_up
 from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
+from fsdp_magic.notebook.step_log import StepLog
 from fsdp_magic.notebook.training import TrainingPanel
+from fsdp_magic.notebook.variables import packed, unpacked
 from fsdp_magic.notebook.world import plan_world
 from fsdp_magic.panels import mosaic, status
 
@@ -52,6 +57,8 @@ class Session:
         self.runs: list[Run] = []
         self._run_ids = 0
         self._earlier_runs = 0
+        self._newest_run: Run | None = None
+        self._newest_evaluation: EvalRequest | None = None
         self.plan = plan_world(spec)
         self._engines: Engines | None = Engines(self.plan)
         _LIVE.add(self)
@@ -62,6 +69,7 @@ class Session:
         """Replace every engine by a fresh one; variables and models on them are gone."""
         self.shutdown()
         self._earlier_runs = len(self.runs)
+        self._newest_run = self._newest_evaluation = None
         self._engines = Engines(self.plan)
         _LIVE.add(self)
         return self
@@ -149,7 +157,7 @@ class Session:
             EngineDiedError: if an engine died.
         """
         text = ranks if isinstance(ranks, str) or ranks is None else ",".join(map(str, ranks))
-        spec = RunSpec(ranks=text, timeout=timeout)
+        spec = RunSpec(**looked_up({"ranks": text, "timeout": timeout}, RunSpec, self.number))
         chosen = tuple(range(self.world_size))
         if spec.ranks is not None:
             chosen = parse_ranks(spec.ranks, world_size=self.world_size)
@@ -192,6 +200,7 @@ class Session:
             "model", self._everywhere(request), write=display.write if show else display.discard
         )
         report = replies[0].report
+        self._newest_run = None  # a new model starts at step 0
         placements: tuple[Placement, ...] = report.placements
         for placement in placements if show else ():
             display.show(mosaic.html(placement), mosaic.text(placement))
@@ -219,24 +228,33 @@ class Session:
             CellFailedError: if it raised on a rank; the step it was in changed no weight.
             KeyboardInterrupt: if it was interrupted; ``.run`` holds what was done.
         """
-        return self.train_from(TrainSpec(**options), code, show=show, name=name)
+        spec = TrainSpec(**looked_up(options, TrainSpec, self.number))
+        return self.train_from(spec, code, show=show, name=name)
 
     def train_from(
         self, spec: TrainSpec, code: str, *, show: bool = True, name: str = "<%%fsdp_train>"
     ) -> Run:
         """Run code as training steps as a spec says; see ``train``."""
+        if isinstance(spec.log, str):
+            raise UsageError(f"--log {spec.log!r} is not a function of the notebook")
+        evaluation = self._evaluation_of(spec)
+        asked = replace(self._resumed(spec), log=None)
         self._run_ids += 1
         run = Run(run_id=self._run_ids, world_size=self.world_size, accumulate=spec.accumulate)
         self.runs.append(run)
-        panel = TrainingPanel(run, spec, show=show)
-        request = TrainRequest(code=code, name=name, run_id=run.run_id, spec=spec)
+        panel, log = TrainingPanel(run, spec, show=show), StepLog(run, spec.log)
         try:
             self.engines.ask(
                 "train",
-                self._everywhere(request),
+                self._everywhere(
+                    TrainRequest(
+                        code=code, name=name, run_id=run.run_id, spec=asked, evaluation=evaluation
+                    )
+                ),
                 write=display.write if show else display.discard,
+                timeout=spec.timeout,
                 run=run,
-                on_tick=panel.tick,
+                on_tick=lambda: (log.tick(), panel.tick()),
             )
         except BaseException as error:
             if isinstance(error, (FsdpError, CellInterrupted)):
@@ -244,8 +262,75 @@ class Session:
             run.fail(error)
             raise
         finally:
+            if not spec.trial:
+                self._newest_run = run
+            log.tick()
             panel.finish()
         return run
+
+    def eval(
+        self, code: str, *, show: bool = True, name: str = "<%%fsdp_eval>", **options: Any
+    ) -> Evaluation:
+        """Run code over data without gradients, every sample once.
+
+        Args:
+            code: the cell; it binds ``loss``, ``metrics`` or ``collect``.
+            show: show the result.
+            name: file name in tracebacks.
+            **options: fields of ``EvalSpec``.
+
+        Returns:
+            Loss, metrics and collected rows.
+
+        Raises:
+            CellFailedError: if it raised on a rank.
+        """
+        spec = EvalSpec(**looked_up(options, EvalSpec, self.number))
+        return self.eval_from(spec, code, show=show, name=name)
+
+    def eval_from(
+        self, spec: EvalSpec, code: str, *, show: bool = True, name: str = "<%%fsdp_eval>"
+    ) -> Evaluation:
+        """Run code over data as a spec says; see ``eval``."""
+        request = EvalRequest(code=code, name=name, spec=spec)
+        replies, _ = self.engines.ask(
+            "evaluate",
+            self._everywhere(request),
+            write=display.write if show else display.discard,
+            timeout=spec.timeout,
+        )
+        self._newest_evaluation = request
+        evaluation = Evaluation([replies[rank].report for rank in sorted(replies)])
+        if show:
+            evaluation.show()
+        return evaluation
+
+    def _evaluation_of(self, spec: TrainSpec) -> EvalRequest | None:
+        """Return what ``--eval-every`` runs; None: nothing, or the training cell itself."""
+        if spec.eval_every is None or spec.eval_data is not None:
+            return None
+        if self._newest_evaluation is None:
+            raise UsageError(
+                "--eval-every needs to know what to evaluate; add --eval-data NAME for this cell "
+                "on those data, or run a %%fsdp_eval cell first"
+            )
+        return self._newest_evaluation
+
+    def _resumed(self, spec: TrainSpec) -> TrainSpec:
+        """Return a spec that takes the steps which the interrupted run had left, if asked to."""
+        if not spec.resume:
+            return spec
+        run = self._newest_run
+        if run is None or run.state not in ("stopped", "failed"):
+            raise UsageError(
+                "--resume finishes a run that ended early, and there is none; leave it out"
+            )
+        if run.total_steps is None:  # to the end of data of unknown length
+            return spec
+        left = run.total_steps - run.steps
+        if left < 1:
+            raise UsageError("--resume: the last run had taken all its steps; leave it out")
+        return replace(spec, steps=left, epochs=None)
 
     def shards(self, model: str = "", *, show: bool = True) -> Placement:
         """Return where every parameter of a sharded model lives; without a name the only one."""
@@ -273,16 +358,7 @@ class Session:
 
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""
-        sent = {}
-        for name, value in variables.items():
-            try:
-                sent[name] = pickle.dumps(value)
-            except Exception as error:  # whatever an object's own pickling raises
-                raise UsageError(
-                    f"{name} cannot be sent to the engines ({error}); make it there, "
-                    "in a %%fsdp cell"
-                ) from None
-        self._quietly("push", self._everywhere(PushRequest(variables=sent)))
+        self._quietly("push", self._everywhere(PushRequest(variables=packed(variables))))
 
     def pull(self, expression: str, *, rank: int | str = 0, yes: bool = False) -> Any:
         """Return the value of an expression on a rank, or of all ranks as a list.
@@ -307,14 +383,31 @@ class Session:
         }
         replies = self._quietly("pull", requests)
         sent = [replies[r].report for r in sorted(replies) if replies[r].report]
-        try:
-            values = [pickle.loads(value) for value in sent]
-        except Exception as error:  # whatever an object's own unpickling raises
-            raise UsageError(
-                f"{expression} cannot be read in the notebook ({error}); pull a part of it, or "
-                f"its text: repr({expression})"
-            ) from None
+        values = [unpacked(value, expression=expression) for value in sent]
         return values if rank == "all" else values[0]
+
+    def number(self, flag: str, expression: str) -> float:
+        """Return the number that an option's value stands for on the engines.
+
+        Raises:
+            UsageError: if it is no number there, or not the same one on every rank.
+        """
+        try:
+            values = self.pull(expression, rank="all")
+        except CellFailedError as error:
+            reason = next(iter(error.exceptions.values())).message
+            raise UsageError(
+                f"{flag} {expression} is no number on the engines ({reason}); type a number, or "
+                "bind the name in a %%fsdp cell"
+            ) from None
+        if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
+            raise UsageError(f"{flag} {expression} is {values[0]!r} on the engines, not a number")
+        if len(set(values)) > 1:
+            raise UsageError(
+                f"{flag} {expression} differs between the ranks ({values}); it must be one number"
+            )
+        number: float = values[0]
+        return number
 
     def _everywhere(self, request: Any) -> dict[int, Any]:
         return dict.fromkeys(range(self.world_size), request)

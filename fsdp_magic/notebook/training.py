@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from fsdp_magic.core.specs import TrainSpec
@@ -58,12 +59,13 @@ class TrainingPanel:
     def view(self) -> TrainingView:
         """Return what the panel shows at this moment."""
         run, seconds = self._run, self._run.seconds
-        losses = run.losses
-        rate = self._steps_per_second(seconds, len(losses))
-        left = None if run.total_steps is None else run.total_steps - len(losses)
+        losses, steps = run.losses, run.steps
+        norm = run.grad_norms[-1] if steps else None
+        rate = self._steps_per_second(seconds, steps)
+        left = None if run.total_steps is None else run.total_steps - steps
         return TrainingView(
             state=run.state,
-            steps=len(losses),
+            steps=steps,
             total_steps=run.total_steps or self._spec.steps,
             first_step=run.first_step,
             micro_batch_size=run.micro_batch_size,
@@ -71,7 +73,7 @@ class TrainingPanel:
             data_parallel_size=run.world_size,
             samples_per_step=run.samples_per_step,
             losses=losses,
-            grad_norm=run.grad_norms[-1] if losses else None,
+            grad_norm=None if norm is None or math.isnan(norm) else norm,
             samples_per_second=run.samples_per_second,
             tokens_per_second=run.tokens_per_second,
             seconds=seconds,
@@ -89,7 +91,10 @@ class TrainingPanel:
             ),
             stamp=display.stamp(),
             message=run.message,
-            notes=tuple(run.notes),
+            metrics=run.newest_metrics,
+            evaluates=self._spec.eval_every is not None,
+            evaluation=run.evaluations[-1] if run.evaluations else None,
+            notes=(*run.notes, *_non_finite(run)),
         )
 
     def _steps_per_second(self, seconds: float, steps: int) -> float | None:
@@ -99,3 +104,12 @@ class TrainingPanel:
             self._marks.pop(0)
         since, before = self._marks[0]
         return (steps - before) / (seconds - since) if seconds > since else None
+
+
+def _non_finite(run: Run) -> list[str]:
+    """Return a sentence about losses that are not finite, if there are any."""
+    steps = run.non_finite_steps
+    if not steps:
+        return []
+    more = f", and of {len(steps) - 1} or more after it" if len(steps) > 1 else ""
+    return [f"the loss of step {steps[0]} is not finite{more}; --nan stop ends a run there"]

@@ -8,12 +8,12 @@ memory now; the last frame shows memory at its peak and mean activity.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from fsdp_magic.core.telemetry import DeviceSample, MemorySample, RunState
+from fsdp_magic.core.telemetry import DeviceSample, EvaluationRecord, MemorySample, RunState
 from fsdp_magic.core.units import UNKNOWN, bytes_text, count_text, seconds_text
-from fsdp_magic.panels import loss_chart, rank_memory
+from fsdp_magic.panels import evaluation, loss_chart, rank_memory
 from fsdp_magic.panels.gauges import UNKNOWN_ACTIVITY, Gauge
 from fsdp_magic.panels.loss_chart import LossHistory
 from fsdp_magic.panels.parts import (
@@ -78,6 +78,9 @@ class TrainingView:
         stamp: when the frame was made, as text.
         message: one line, such as why the run stopped.
         notes: sentences beneath.
+        metrics: newest values, by name.
+        evaluates: whether the run makes evaluations.
+        evaluation: the newest.
     """
 
     state: RunState
@@ -98,6 +101,9 @@ class TrainingView:
     first_step: int = 0
     message: str = ""
     notes: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluates: bool = False
+    evaluation: EvaluationRecord | None = None
 
     @property
     def is_last(self) -> bool:
@@ -122,6 +128,7 @@ def html(view: TrainingView) -> str:
         _headline(view)
         + _progress_bar(view)
         + _figures_html(view)
+        + _more_html(view)
         + chart
         + rank_memory.html(_gauges(view), at_peak=view.is_last)
         + _last_line(view)
@@ -140,6 +147,7 @@ def text(view: TrainingView) -> str:
             f"{sign} {word}{done}  {batch_text(view)}",
             "  ".join(figures[:4]),
             "  ".join(figures[4:]),
+            *_more(view),
             loss_chart.text(_history(view)),
             *rank_memory.text(_gauges(view), at_peak=view.is_last),
             f"{one_line(view.stamp)}  {one_line(view.message)}".rstrip(),
@@ -243,6 +251,16 @@ def _figures_html(view: TrainingView) -> str:
         for name, value in _figures(view)
     )
     return f'<div style="display:flex;flex-wrap:wrap;gap:2px 8px">{tiles}</div>'
+
+
+def _more(view: TrainingView) -> list[str]:
+    return evaluation.training_lines(view.metrics, evaluates=view.evaluates, newest=view.evaluation)
+
+
+def _more_html(view: TrainingView) -> str:
+    return "".join(
+        f'<div style="margin-top:2px;{NUMBERS}">{escape(line)} </div>' for line in _more(view)
+    )
 
 
 def _last_line(view: TrainingView) -> str:

@@ -49,6 +49,16 @@ def sharded_of_unsharded(model: nn.Module) -> dict[int, nn.Parameter]:
     }
 
 
+def unsharded_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the gathered parameters that gradients of a model arrive at, of units that ran."""
+    for _, unit in units(model):
+        for group in parameter_groups(unit):
+            for parameter in group.fsdp_params:
+                leaf = getattr(parameter, "_unsharded_param", None)
+                if leaf is not None and leaf.requires_grad:
+                    yield leaf
+
+
 def forget_iteration(model: nn.Module) -> None:
     """Forget a forward or backward that an exception ended.
 
