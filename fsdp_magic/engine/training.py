@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ipyparallel.datapub import publish_data
 
-from fsdp_magic.core.batch import GlobalBatch
-from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import PROGRESS_KEY, TrainRequest
-from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.telemetry import DeviceSample, ProgressReport, RunReport
 from fsdp_magic.engine import gradients, modeling, telemetry
 from fsdp_magic.engine.cells import Cell
-from fsdp_magic.engine.data import Data, Position
+from fsdp_magic.engine.data import Data
+from fsdp_magic.engine.feeding import length, open_data
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
-from fsdp_magic.engine.sources import micro_batch_size_of
+from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.step import StepLoop, cleared_after_failure
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained, find_trained, put_in_train_mode
@@ -27,68 +25,6 @@ from fsdp_magic.engine.world import World
 
 _PUBLISH_SECONDS = 0.4
 _SAMPLE_SECONDS = 0.1
-
-
-def open_data(
-    spec: TrainSpec, namespace: Mapping[str, Any], *, world: World, position: Position
-) -> Data | None:
-    """Return the data that a run reads; None if the cell brings its own.
-
-    Raises:
-        FsdpError: if a name leads nowhere, or the data cannot be cut as asked.
-    """
-    if spec.data is None:
-        return None
-    source = evaluate(spec.data, namespace, flag="--data")
-    size = micro_batch_size_of(source, spec.micro_batch_size)
-    batch = GlobalBatch(
-        micro_batch_size=size or 1,
-        accumulate=spec.accumulate,
-        data_parallel_size=world.world_size,
-    )
-    collate = None
-    if spec.collate is not None:
-        collate = evaluate(spec.collate, namespace, flag="--collate")
-    return Data(
-        source,
-        batch=batch,
-        rank=world.rank,
-        seed=world.request.seed,
-        shuffle=not spec.no_shuffle,
-        collate=collate,
-        goes_round=spec.steps is not None or spec.epochs is not None,
-        device=world.device,
-        position=position,
-    )
-
-
-def evaluate(expression: str, namespace: Mapping[str, Any], *, flag: str) -> Any:
-    """Return what a name on a magic's line stands for on the engines.
-
-    Raises:
-        FsdpError: if it stands for nothing.
-    """
-    try:
-        return eval(expression, dict(namespace))
-    except (NameError, AttributeError, LookupError, SyntaxError) as error:
-        raise FsdpError(
-            f"{flag} {expression} is not there on the engines ({error}); bind it in a %%fsdp cell"
-        ) from None
-
-
-def length(spec: TrainSpec, data: Data | None) -> int | None:
-    """Return the number of steps of a run; None: to the end of data of unknown length."""
-    if spec.steps is not None:
-        return spec.steps
-    if data is None:
-        return 1
-    if data.steps_per_epoch is None:
-        if spec.epochs not in (None, 1):
-            raise FsdpError(
-                f"--epochs {spec.epochs} needs data whose length is known; give --steps N"
-            )
-        return None
-    return data.steps_per_epoch * (spec.epochs or 1)
 
 
 class TrainingRun:
@@ -107,6 +43,7 @@ class TrainingRun:
         self._namespace = names.namespace
         self._notes: list[str] = []
         self._loop: StepLoop | None = None
+        self._data: Data | None = None
         self._trained: Trained | None = None
         self._memory: MemoryWatch | None = None
         self._first_step = 0
@@ -146,7 +83,7 @@ class TrainingRun:
         self._notes += notes + put_in_train_mode(sharded, self._trained)
         data = open_data(spec, self._namespace, world=world, position=position)
         self._total_steps = length(spec, data)
-        self._notes += [] if data is None else data.notes
+        self._data = data
         parameters = [p for model in sharded for p in model.module.parameters()]
         telemetry.reset_peak()
         self._memory = MemoryWatch(
@@ -161,7 +98,7 @@ class TrainingRun:
             world=world,
             trained=self._trained,
             data=data,
-            accumulate=spec.accumulate,
+            accumulate=spec.accumulate if data is None else data.accumulate,
             max_grad_norm=spec.max_grad_norm,
             stopping=lambda: world.page.stopping_run == self._request.run_id,
             memory=self._memory,
@@ -177,11 +114,15 @@ class TrainingRun:
         self._first_step = first_step
         self._started = time.monotonic()
         gradients.clear(self._trained.parameters)
-        with (
-            cleared_after_failure(self._trained),
-            fsdp.gradients_added_up(self._models, self._world),
-        ):
-            self._loop.run(first_step=first_step, total_steps=self._total_steps)
+        try:
+            with (
+                cleared_after_failure(self._trained),
+                fsdp.gradients_added_up(self._models, self._world),
+            ):
+                self._loop.run(first_step=first_step, total_steps=self._total_steps)
+        finally:
+            if self._data is not None:
+                self._data.close()
 
     # -- watching, from the service thread
 
@@ -215,7 +156,7 @@ class TrainingRun:
             first_step=self._first_step,
             samples_per_step=loop.samples_per_step,
             micro_batch_size=loop.micro_batch_size,
-            notes=(*self._notes, *loop.notes),
+            notes=self._all_notes(loop),
         )
         publish_data({PROGRESS_KEY: report})
 
@@ -239,8 +180,12 @@ class TrainingRun:
             first_step=self._first_step,
             samples_per_step=loop.samples_per_step,
             micro_batch_size=loop.micro_batch_size,
-            notes=(*self._notes, *loop.notes),
+            notes=self._all_notes(loop),
         )
+
+    def _all_notes(self, loop: StepLoop) -> tuple[str, ...]:
+        of_data = [] if self._data is None else self._data.notes
+        return (*self._notes, *of_data, *loop.notes)
 
 
 def _mean(samples: list[DeviceSample]) -> DeviceSample:

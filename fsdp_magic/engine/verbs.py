@@ -37,12 +37,12 @@ from fsdp_magic.core.protocol import (
 )
 from fsdp_magic.core.telemetry import RankStatus
 from fsdp_magic.engine import cells, modeling, telemetry, training
-from fsdp_magic.engine.data import Position
 from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.service import Service, Tick
