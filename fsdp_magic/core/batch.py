@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_magic.core.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
@@ -39,3 +41,22 @@ class GlobalBatch:
         """Return the sum as a person reads it: ``8 × 4 × 2 ranks = 64 samples``."""
         ranks = "1 rank" if self.data_parallel_size == 1 else f"{self.data_parallel_size} ranks"
         return f"{self.micro_batch_size} × {self.accumulate} × {ranks} = {self.global_size} samples"
+
+
+def accumulation(global_size: int, *, micro_batch_size: int, data_parallel_size: int) -> int:
+    """Return the micro-batches per step that make a global batch.
+
+    Raises:
+        UsageError: if none do; it names the nearest sizes that work.
+    """
+    one = GlobalBatch(
+        micro_batch_size=micro_batch_size, accumulate=1, data_parallel_size=data_parallel_size
+    )
+    steps, left = divmod(global_size, one.global_size)
+    if left == 0:
+        return steps
+    nearest = [str(n * one.global_size) for n in (steps, steps + 1) if n]
+    raise UsageError(
+        f"--global-batch-size {global_size} is no multiple of {one.text()}; give "
+        f"{' or '.join(nearest)}, or another --micro-batch-size"
+    )

@@ -140,7 +140,8 @@ def _takes_one(function: Callable[..., Any]) -> bool:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin says nothing of its arguments
         return False
-    for arguments in ((), ({},)):
+    ways: tuple[tuple[Any, ...], ...] = ((), ({},))
+    for arguments in ways:
         try:
             signature.bind(*arguments)
         except TypeError:

@@ -1,30 +1,33 @@
-"""ENGINE: any data -> the micro-batches of this rank, step by step.
+"""ENGINE: the data of a run on one rank: step after step, over all of its sources.
 
-Map-style data (``__len__`` and ``__getitem__``) is ordered by one permutation of (seed, epoch),
-the same on every rank. With G samples in a global batch, batch n is ``order[n*G : (n+1)*G]``;
-rank r takes the r-th contiguous part of it and cuts that into micro-batches. An incomplete last
-global batch is dropped. So ranks get disjoint samples, and a step holds the same samples on any
-number of ranks and with any accumulation, as long as G is the same.
+::
 
-A ``DataLoader`` keeps its collate function, workers and sampler; the sampler is read alike on all
-ranks and cut the same way. A loader over an iterable dataset, or with a batch sampler of its
-own, yields ready batches: rank r takes every r-th. Any other iterable yields ready batches that
-are taken as they are on each rank.
+    sources.py   what a person bound -> samples by index, a stream of samples, or ready batches
+    track.py     one source, epoch after epoch; functions are called here
+    planned.py, streamed.py   one epoch, cut into the steps of this rank (cut.py says how)
+    data.py      all sources together: the same steps on every rank, batches on the device
+    position.py  where the next step begins, between runs
+
+Every rank takes the same number of steps of an epoch. Where all know how many they have, they
+agree on the fewest when an epoch begins; else they vote at each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from fsdp_magic.core.batch import GlobalBatch
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.agreement import Agreement
 from fsdp_magic.engine.batches import sample_count, to_device
-from fsdp_magic.engine.sources import Collate, Indexed, indexed
+from fsdp_magic.engine.cut import Cut
+from fsdp_magic.engine.position import Position
+from fsdp_magic.engine.track import Track
+
+CountLabels = Callable[[Any], int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,202 +37,218 @@ class StepBatches:
     Attributes:
         batches: one per micro-step, on the device.
         counts: samples of each; None where it has no number of samples.
-        epoch: the epoch they belong to.
+        labels: what ``count_labels`` said of each before it went to the device.
+        epoch: the epoch they belong to; of several sources, the first one's.
+        ends_epoch: whether this is the epoch's last step; None: not known yet.
     """
 
     batches: list[Any]
     counts: list[int | None]
+    labels: list[int | None] = field(default_factory=list)
     epoch: int
+    ends_epoch: bool | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class Position:
-    """Where the next step begins in the data.
+class _Paced:
+    """A track that takes as many steps of an epoch as all ranks can.
 
-    Attributes:
-        epoch: full passes done.
-        samples: global samples taken in this epoch (of ready batches: steps taken).
-        key: identity of the data this is a position in.
-        iterator: of ready batches, between runs.
-        uncommitted: ready batches that were taken for a step that was not done.
+    Args:
+        track: this rank's.
+        agreement: with the other ranks.
     """
 
-    epoch: int = 0
-    samples: int = 0
-    key: int = 0
-    iterator: Iterator[Any] | None = field(default=None, repr=False)
-    uncommitted: list[Any] | None = field(default=None, repr=False)
+    def __init__(self, track: Track, agreement: Agreement) -> None:
+        self.track = track
+        self._agreement = agreement
+        self._taken = 0
+        self.full, self.left = agreement.fewest([track.reader.full, track.reader.left])
+
+    def take(self) -> list[Any] | None:
+        """Return the next step's micro-batches; None if not all ranks have one in this epoch."""
+        if self.left == 0:
+            return None
+        batches = self.track.take()
+        if self.left is None:
+            return batches if self._agreement.all_have(batches is not None) else None
+        assert batches is not None, "the data holds less than its length says"
+        return batches
+
+    def commit(self) -> None:
+        """Move past the step that was taken last."""
+        self.track.commit()
+        self._taken += 1
+        self.left = None if self.left is None else self.left - 1
+
+    def turn(self) -> None:
+        """Begin the next epoch."""
+        self.track.turn()
+        self._taken = 0
+        self.left = self.full
+        if not self.track.has_constant_length:
+            reader = self.track.reader
+            self.full, self.left = self._agreement.fewest([reader.full, reader.left])
+
+    def explain_end(self) -> None:
+        """Raise if this run got nothing of data that can be read once."""
+        if self._taken == 0 and not self.track.begins_anew:
+            raise FsdpError(
+                "the data is at its end, and an iterator can be read only once; bind it anew, or "
+                "pass the function that makes it"
+            )
 
 
 class Data:
     """The data of one run on one rank.
 
+    Collective: every rank must make its own.
+
     Args:
-        source: what a person bound.
-        batch: how a global batch is cut.
-        rank: this rank among the data-parallel ranks.
-        seed: of the order.
-        shuffle: whether map-style data is shuffled.
-        collate: samples -> batch; None: the loader's own, or torch's default.
-        goes_round: whether ready batches begin anew at their end.
+        sources: what a person bound; of several, a batch is a tuple.
+        cut: how each is cut.
+        goes_round: whether each source begins anew at its own end, for ``--steps``; if not, the
+            shortest ends the epoch of all.
+        epochs: epochs to read; None: the caller counts steps.
         device: where batches go.
         position: where to begin; advanced by ``commit``.
+        agreement: with the other ranks.
+        count_labels: called on each batch before it goes to the device.
 
     Attributes:
-        steps_per_epoch: None if it is not known.
-        micro_batch_size: None if batches come ready-made.
-        notes: sentences a person should read.
+        steps_per_epoch: of all ranks; None if it is not known, or differs by epoch.
+        micro_batch_size: None if batches come ready-made, or sources differ.
+        accumulate: micro-batches per step.
     """
 
     def __init__(
         self,
-        source: Any,
+        sources: Sequence[Any],
         *,
-        batch: GlobalBatch,
-        rank: int,
-        seed: int,
-        shuffle: bool,
-        collate: Collate | None,
+        cut: Cut,
         goes_round: bool,
+        epochs: int | None,
         device: torch.device,
         position: Position,
+        agreement: Agreement,
+        count_labels: CountLabels | None = None,
     ) -> None:
-        self._goes_round = goes_round
-        self.batch = batch
-        self._rank = rank
-        self._seed = seed
         self._device = device
-        self._position = position
-        self.notes: list[str] = []
-        self._source = source
-        self._indexed = indexed(source, shuffle=shuffle, collate=collate)
-        if self._indexed is None:
-            self._refuse_for_ready_batches(shuffle=shuffle, collate=collate)
-        self.micro_batch_size = None if self._indexed is None else batch.micro_batch_size
+        self._count_labels = count_labels
+        self._goes_round = goes_round
+        tracks = [Track(each, cut=cut, cursor=position.cursor(each)) for each in sources]
+        self._tracks = [_Paced(track, agreement) for track in tracks]
+        self.accumulate = _same_accumulation(tracks)
+        sizes = {track.reader.micro_batch_size for track in tracks}
+        self.micro_batch_size = sizes.pop() if len(sizes) == 1 else None
         self.steps_per_epoch = self._count_steps()
-        if position.key != id(source):
-            position.epoch, position.samples = 0, 0
-            position.iterator = position.uncommitted = None
-            position.key = id(source)
-        self._pending: Iterator[Any] | None = None
+        self._epochs_left = epochs if self.steps_per_epoch is None else None
+        if (epochs or 1) > 1 and not all(track.begins_anew for track in tracks):
+            raise FsdpError(
+                f"--epochs {epochs} reads the data {epochs} times, and an iterator can be read "
+                "only once; pass the function that makes it"
+            )
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences a person should read; some come only when an epoch ends."""
+        return list(dict.fromkeys(n for paced in self._tracks for n in paced.track.notes))
 
     def take(self) -> StepBatches | None:
-        """Return the next step's micro-batches; None if the data is at its end."""
-        micro_batches = (
-            self._take_ready() if self._indexed is None else self._take_indexed(self._indexed)
-        )
-        if micro_batches is None:
+        """Return the next step's micro-batches; None if the data is at its end.
+
+        Collective: every rank must call this.
+        """
+        parts = self._round() if self._goes_round else self._together()
+        if parts is None:
             return None
-        moved = [to_device(micro_batch, self._device) for micro_batch in micro_batches]
+        batches = parts[0] if len(parts) == 1 else [tuple(each) for each in zip(*parts)]
+        count = self._count_labels
         return StepBatches(
-            batches=moved,
-            counts=[sample_count(micro_batch) for micro_batch in moved],
-            epoch=self._position.epoch,
+            batches=[to_device(batch, self._device) for batch in batches],
+            counts=[sample_count(batch) for batch in batches],
+            labels=[None if count is None else count(batch) for batch in batches],
+            epoch=self._tracks[0].track.epoch,
+            ends_epoch=self._ends_epoch(),
         )
 
     def commit(self) -> None:
         """Count the step that was taken last; without this its batches come again."""
-        self._position.samples += self.batch.global_size if self._indexed is not None else 1
-        self._position.uncommitted = None
+        for paced in self._tracks:
+            paced.commit()
 
-    # -- map-style
+    def close(self) -> None:
+        """End the worker processes of this run; the position stays."""
+        for paced in self._tracks:
+            paced.track.close()
 
-    def _take_indexed(self, data: Indexed) -> list[Any] | None:
-        position = self._position
-        assert self.steps_per_epoch is not None
-        if position.samples + self.batch.global_size > self._used_samples(data):
-            position.epoch, position.samples, self._pending = position.epoch + 1, 0, None
-        if self._pending is None:
-            self._pending = data.read(self._epoch_indices(data))
-        return [next(self._pending) for _ in range(self.batch.accumulate)]
+    def _together(self) -> list[list[Any]] | None:
+        """Return the next step of every source; where one ends, all begin the next epoch."""
+        parts = self._next_of_all()
+        if parts is not None:
+            return parts
+        for paced in self._tracks:
+            paced.explain_end()
+        if not all(paced.track.begins_anew for paced in self._tracks):
+            return None
+        for paced in self._tracks:
+            paced.turn()
+        if self._epochs_left is not None:
+            self._epochs_left -= 1
+            if self._epochs_left == 0:
+                return None
+        return _something(self._next_of_all())
 
-    def _used_samples(self, data: Indexed) -> int:
-        return data.length // self.batch.global_size * self.batch.global_size
+    def _next_of_all(self) -> list[list[Any]] | None:
+        parts = []
+        for paced in self._tracks:
+            part = paced.take()
+            if part is None:
+                return None
+            parts.append(part)
+        return parts
 
-    def _epoch_indices(self, data: Indexed) -> list[list[int]]:
-        """Return this rank's micro-batches of indices for what is left of the epoch."""
-        order = data.order(self._seed, self._position.epoch)
-        steps = range(self._position.samples, self._used_samples(data), self.batch.global_size)
-        return [
-            order[start + first : start + last]
-            for start in steps
-            for first, last in self.batch.micro_batch_slices(self._rank)
-        ]
+    def _round(self) -> list[list[Any]] | None:
+        """Return the next step of every source; each begins anew at its own end."""
+        parts = []
+        for paced in self._tracks:
+            part = paced.take()
+            if part is None:
+                paced.explain_end()
+                if not paced.track.begins_anew:
+                    return None
+                paced.turn()
+                part = _something(paced.take())
+            parts.append(part)
+        return parts
 
-    # -- ready batches
-
-    def _take_ready(self) -> list[Any] | None:
-        """Take one ready batch per micro-step, beginning anew at the end if that is possible."""
-        position = self._position
-        taken = position.uncommitted
-        if taken is None or len(taken) != self.batch.accumulate:
-            taken = self._next_ready()
-        if taken is None and self._can_begin_anew():
-            had_any = position.samples > 0
-            position.epoch, position.samples, position.iterator = position.epoch + 1, 0, None
-            if self._goes_round and had_any:
-                taken = self._next_ready()
-        position.uncommitted = taken
-        return taken
-
-    def _next_ready(self) -> list[Any] | None:
-        position = self._position
-        if position.iterator is None:
-            position.iterator = self._ready_iterator()
-        return _first(position.iterator, self.batch.accumulate)
-
-    def _can_begin_anew(self) -> bool:
-        return isinstance(self._source, DataLoader) or iter(self._source) is not self._source
-
-    def _ready_iterator(self) -> Iterator[Any]:
-        if not isinstance(self._source, DataLoader):
-            return iter(self._source)
-        return _every(iter(self._source), self._rank, self.batch.data_parallel_size)
-
-    def _refuse_for_ready_batches(self, *, shuffle: bool, collate: Collate | None) -> None:
-        if collate is not None:
-            raise FsdpError(
-                "--collate is for samples, and this data yields ready batches; leave it out"
-            )
-        if not shuffle:
-            raise FsdpError(
-                "--no-shuffle is for samples, and this data yields ready batches in its own "
-                "order; leave it out"
-            )
+    def _ends_epoch(self) -> bool | None:
+        lefts = [paced.left for paced in self._tracks[: 1 if self._goes_round else None]]
+        if 1 in lefts:
+            return True
+        return None if None in lefts else False
 
     def _count_steps(self) -> int | None:
-        if self._indexed is None:
-            return self._count_ready_steps()
-        steps = self._indexed.length // self.batch.global_size
-        left = self._indexed.length % self.batch.global_size
-        if steps == 0:
-            raise FsdpError(
-                f"the data has {self._indexed.length} samples and one step takes "
-                f"{self.batch.text()}; lower --micro-batch-size or --accumulate"
-            )
-        if left:
-            self.notes.append(
-                f"an epoch is {steps} steps; its last {left} of {self._indexed.length} samples "
-                "do not fill a step and are left out"
-            )
-        return steps
-
-    def _count_ready_steps(self) -> int | None:
-        try:
-            length = len(self._source)
-        except TypeError:
+        known = [p.full for p in self._tracks if p.track.has_constant_length]
+        if len(known) < len(self._tracks) or None in known:
             return None
-        shares = self.batch.data_parallel_size if isinstance(self._source, DataLoader) else 1
-        return int(length // shares // self.batch.accumulate)
+        return min(n for n in known if n is not None)
 
 
-def _every(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[Any]:
-    """Yield every ``ranks``-th batch from the ``rank``-th on; all ranks get equally many."""
-    while (together := _first(batches, ranks)) is not None:
-        yield together[rank]
+def _something(found: list[Any] | None) -> list[Any]:
+    """Return what a new epoch begins with.
+
+    Raises:
+        FsdpError: if that is nothing: a run would turn epochs for ever.
+    """
+    if found is None:
+        raise FsdpError("an epoch of the data does not fill a step; lower --accumulate")
+    return found
 
 
-def _first(batches: Iterator[Any], count: int) -> list[Any] | None:
-    """Return the next batches; None if fewer are left."""
-    taken = [batch for _, batch in zip(range(count), batches)]
-    return taken if len(taken) == count else None
+def _same_accumulation(tracks: Sequence[Track]) -> int:
+    steps = sorted({track.reader.accumulate for track in tracks})
+    if len(steps) > 1:
+        raise FsdpError(
+            "--global-batch-size needs the same micro-batch size of all data; add "
+            "--micro-batch-size"
+        )
+    return steps[0]

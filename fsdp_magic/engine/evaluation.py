@@ -7,7 +7,7 @@ the data is at its end runs on samples that count nothing, and leaves no rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,19 +21,22 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import EvalSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
 from fsdp_magic.engine import randomness
+from fsdp_magic.engine.agreement import WorldAgreement
 from fsdp_magic.engine.cells import Cell
-from fsdp_magic.engine.eval_batches import EvalBatch
-from fsdp_magic.engine.feeding import open_eval_batches
+from fsdp_magic.engine.eval_batches import EvalBatch, EvalBatches
+from fsdp_magic.engine.feeding import named_collate, named_sources
 from fsdp_magic.engine.guards import Guards
 from fsdp_magic.engine.micro_step import BINDABLE, Bound, CellRunner, scalar_loss
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.records import Averages
-from fsdp_magic.engine.weights import Weighing, Weight, label_counter
+from fsdp_magic.engine.weights import Weighing, Weight
 from fsdp_magic.engine.world import World
 
 LOSS = "loss"
+_ONLY = EvalBatch(batch=None, count=1, start=0)
+"""Of a cell that brings its own data: it runs once on each rank."""
 Rows = list[tuple[int, dict[str, Any]]]
 
 
@@ -77,17 +80,22 @@ class Evaluator:
         """
         modules = self._modules()
         average_running_statistics(modules, self.world.world_size)
-        self.rows, sums, samples = [], _Sums(), 0
+        self.rows, sums = [], _Sums()
         runner = CellRunner(self.cell, self.names, self.guards)
-        batches = self._batches()
-        with torch.no_grad(), in_eval_mode(modules), randomness.put_back(), self._bindable_kept():
-            for number, batch in enumerate(batches):
+        with ExitStack() as stack:
+            batches = self._batches()
+            if batches is not None:
+                stack.callback(batches.close)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(in_eval_mode(modules))
+            stack.enter_context(randomness.put_back())
+            stack.enter_context(self._bindable_kept())
+            for number, batch in enumerate(batches or [_ONLY]):
                 names = {"step": step, "micro_step": number, "epoch": epoch}
                 with_batch = {**names, "batch": batch.batch}
-                bound = runner.run(names if self.spec.data is None else with_batch)
+                bound = runner.run(names if batches is None else with_batch)
                 self._take(bound, batch, sums)
-                samples += batch.count or 0
-        return self._together(sums, samples, step)
+        return self._together(sums, step)
 
     def _modules(self) -> list[nn.Module]:
         """Return the sharded models and every other module that names lead to."""
@@ -95,14 +103,26 @@ class Evaluator:
         together = [*(model.module for model in self.models), *bound]
         return list({id(module): module for module in together}.values())
 
-    def _batches(self) -> Iterable[EvalBatch]:
+    def _batches(self) -> EvalBatches | None:
+        """Return the passes over the data; None if the cell brings its own."""
+        namespace = self.names.namespace
         if self.spec.data is None:
-            return [EvalBatch(batch=None, count=1, labels=None, start=self.world.rank)]
-        return open_eval_batches(
-            self.spec,
-            self.names.namespace,
-            world=self.world,
-            count_labels=label_counter(self.weighing, self.models),
+            return None
+        sources = named_sources(self.spec, namespace)
+        if len(sources) > 1:
+            raise FsdpError(
+                f"--data {self.spec.data} names several; an evaluation runs over one: evaluate "
+                "them one after the other"
+            )
+        return EvalBatches(
+            sources[0],
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            device=self.world.device,
+            agreement=WorldAgreement(self.world),
+            micro_batch_size=self.spec.micro_batch_size,
+            collate=named_collate(self.spec, namespace),
+            seed=self.world.request.seed,
         )
 
     @contextmanager
@@ -125,6 +145,7 @@ class Evaluator:
             )
         if batch.count == 0:
             return
+        sums.samples += batch.count or 0
         weight = self._weight(bound, batch)
         if bound.loss is not None:
             loss = scalar_loss(bound.loss).detach()
@@ -136,15 +157,17 @@ class Evaluator:
     def _weight(self, bound: Bound, batch: EvalBatch) -> Weight:
         if bound.weight is not None:
             return bound.weight
-        return self.weighing.of_batch(batch.count, batch.labels)
+        count_labels = label_counter(self.weighing, self.models)
+        labels = None if count_labels is None else count_labels(batch.batch)
+        return self.weighing.of_batch(batch.count, labels)
 
-    def _together(self, sums: _Sums, samples: int, step: int) -> EvaluationRecord:
+    def _together(self, sums: _Sums, step: int) -> EvaluationRecord:
         """Return the result over all ranks.
 
         Collective: every rank must call this.
         """
         ranks: list[Any] = [None] * self.world.world_size
-        dist.all_gather_object(ranks, (_numbers(sums.loss), _numbers(sums.metrics), samples))
+        dist.all_gather_object(ranks, (_numbers(sums.loss), _numbers(sums.metrics), sums.samples))
         loss = _added_up([losses for losses, _, _ in ranks]).get(LOSS)
         metrics = _added_up([theirs for _, theirs, _ in ranks])
         return EvaluationRecord(
@@ -161,6 +184,7 @@ class _Sums:
 
     loss: Averages = field(default_factory=Averages)
     metrics: Averages = field(default_factory=Averages)
+    samples: int = 0
 
 
 @contextmanager

@@ -46,8 +46,7 @@ class FsdpInCells:
             x: of the same shape on every rank.
         """
         if isinstance(x, torch.Tensor):
-            if isinstance(x, DTensor):
-                x = x.full_tensor()
+            x = self.whole(x)
             kind = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
             mean: torch.Tensor = _Mean.apply(x.to(kind), self._world_size)  # type: ignore[no-untyped-call]
             return mean
@@ -79,7 +78,9 @@ class FsdpInCells:
 
         Collective: every rank must call this.
         """
-        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.full_tensor().detach()  # type: ignore[attr-defined]  # torch types it so
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """Have a model's parameters whole inside; what is written to them is kept.
@@ -117,7 +118,7 @@ class _Mean(torch.autograd.Function):
         return total / ranks
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)
         return gradient / ctx.ranks, None
@@ -134,7 +135,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient)
         return gradient[ctx.first : ctx.first + ctx.rows], None, None

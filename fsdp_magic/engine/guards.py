@@ -87,10 +87,10 @@ class Guards:
     def in_place(self) -> Iterator[None]:
         """Have the calls wrapped inside."""
         with ExitStack() as stack:
-            for owner, name in ((torch.Tensor, "backward"), (torch.autograd, "backward")):
-                stack.enter_context(self._wrapped(owner, name, self._backward))
-            for kind in (nn.Module, Optimizer):
-                stack.enter_context(self._wrapped(kind, "zero_grad", self._zero_grad))
+            for place in (torch.Tensor, torch.autograd):
+                stack.enter_context(self._wrapped(place, "backward", self._backward))
+            for owner in (nn.Module, Optimizer):
+                stack.enter_context(self._wrapped(owner, "zero_grad", self._zero_grad))
             for kind in {_definer(type(s), "step") for s in self._schedulers}:
                 stack.enter_context(self._wrapped(kind, "step", self._scheduler_step))
             hook = register_optimizer_step_pre_hook(self._optimizer_step)

@@ -91,7 +91,7 @@ class StepLoop:
                 self._note_early_end(step - first_step, total_steps)
                 return
             self._take_step(step, batches, weights)
-            turned_already = self.data is not None and self.data.epoch_over
+            turned_already = self.data is not None and bool(batches.ends_epoch)
             if turned_already:
                 self.aftermath.after_epoch(step)
 

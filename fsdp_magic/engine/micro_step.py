@@ -86,13 +86,13 @@ def checked_loss(loss: Any) -> torch.Tensor:
     """
     if loss is None:
         raise FsdpError("the cell binds no `loss`; end it with a line such as: loss = model(batch)")
-    loss = scalar_loss(loss)
-    if not loss.requires_grad:
+    scalar = scalar_loss(loss)
+    if not scalar.requires_grad:
         raise FsdpError(
             "`loss` does not require grad, so there is nothing to train; compute it outside "
             "torch.no_grad() and without .detach() or .item()"
         )
-    return loss
+    return scalar
 
 
 def scalar_loss(loss: Any) -> torch.Tensor:

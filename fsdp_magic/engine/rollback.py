@@ -62,12 +62,12 @@ class Snapshot:
         for module, mode in self._modes:
             module.training = mode
         for optimizer, (groups, state) in self._optimizers:
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                _put_back(group, kept)
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                _put_back(group, values)
             optimizer.state.clear()
             optimizer.state.update(state)
-        for scheduler, kept in self._schedulers:
-            scheduler.load_state_dict(kept)
+        for scheduler, scheduler_state in self._schedulers:
+            scheduler.load_state_dict(scheduler_state)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

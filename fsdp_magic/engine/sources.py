@@ -1,147 +1,231 @@
-"""ENGINE: what a person bound as data, as samples found by index.
+"""ENGINE: what a person bound as data, as one of three kinds.
 
-Map-style data and most DataLoaders are; what yields ready batches is not.
+``Samples`` are found by index: map-style data and most DataLoaders. A ``Stream`` yields samples
+one by one: an IterableDataset. ``Ready`` yields batches that are made already: any other
+iterable, and a DataLoader that makes its own batches.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine import order
+from fsdp_magic.engine.chain import Link, chain
+from fsdp_magic.engine.collating import Collate, collate_rows, collate_samples
+from fsdp_magic.engine.loaders import IndexedLoader, ReadyLoader, StreamLoader
 
 DEFAULT_MICRO_BATCH_SIZE = 8
-Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Indexed:
+class Samples:
     """Data whose samples are found by index.
 
     Attributes:
+        dataset: what is indexed.
         length: number of samples in an epoch.
-        order: (seed, epoch) -> the indices of an epoch, the same on all ranks.
-        read: micro-batches of indices -> collated batches.
+        micro_batch_size: a loader's own, or the default.
+        order: (seed, epoch, shuffle) -> the indices of an epoch, the same on all ranks.
+        read: (micro-batches of indices, collate, seed) -> batches.
+        close: ends worker processes.
     """
 
+    dataset: Any
     length: int
-    order: Callable[[int, int], list[int]]
-    read: Callable[[list[list[int]]], Iterator[Any]]
+    micro_batch_size: int
+    order: Callable[[int, int, bool], list[int]]
+    read: Callable[[list[list[int]], Collate | None, int], Iterator[Any]]
+    close: Callable[[], None]
 
 
-def micro_batch_size_of(source: Any, asked: int | None) -> int | None:
-    """Return the micro-batch size: as asked, a loader's own, or the default; None: not ours."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Data whose samples come one by one, the same on all ranks.
+
+    Attributes:
+        micro_batch_size: a loader's own, or the default.
+        collate: samples -> batch, unless the person names another.
+        begin: (seed, epoch) -> the place before the first sample.
+    """
+
+    micro_batch_size: int
+    collate: Collate
+    begin: Callable[[int, int], Link]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Data that comes in batches.
+
+    Attributes:
+        shared: whether ranks divide the batches; if not, each takes all that it has.
+        length: batches of all ranks that share it; None: not known.
+        begins_anew: False: it can be read once.
+        begin: (seed, epoch, rank, ranks) -> the place before this rank's first batch.
+    """
+
+    shared: bool
+    length: int | None
+    begins_anew: bool
+    begin: Callable[[int, int, int, int], Link]
+
+
+Kind = Samples | Stream | Ready
+
+
+def kind_of(source: Any) -> Kind:
+    """Return what a person bound as one of the kinds.
+
+    Raises:
+        FsdpError: if it is none of them.
+    """
     if isinstance(source, DataLoader):
-        return asked if asked is not None else source.batch_size
-    if _is_map_style(source):
-        return asked if asked is not None else DEFAULT_MICRO_BATCH_SIZE
-    if asked is not None:
-        raise FsdpError(
-            f"--micro-batch-size {asked} cannot change batches that the data yields ready-made; "
-            "leave it out"
-        )
-    return None
-
-
-def indexed(source: Any, *, shuffle: bool, collate: Collate | None) -> Indexed | None:
-    """Return map-style data as such; None for ready batches."""
-    if isinstance(source, DataLoader):
-        return _loader(source, shuffle=shuffle, collate=collate)
-    if isinstance(source, IterableDataset):
-        raise FsdpError(
-            "an IterableDataset yields samples one by one; wrap it: DataLoader(dataset, "
-            "batch_size=8)"
-        )
-    if _is_map_style(source):
-        collate = collate or default_collate
-        return Indexed(
-            length=len(source),
-            order=lambda seed, epoch: _order(len(source), seed, epoch, shuffle=shuffle),
-            read=lambda batches: (collate([source[i] for i in batch]) for batch in batches),
-        )
-    if isinstance(source, Iterable):
-        return None
+        return _loader(source)
+    if isinstance(source, IterableDataset) or is_huggingface(source, "IterableDataset"):
+        return _stream(source)
+    if isinstance(source, Mapping):
+        raise _refused_mapping(source)
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not _is_text(source):
+        return _samples(source)
+    if isinstance(source, Iterable) and not _is_text(source):
+        return _ready(source)
     raise FsdpError(
         f"--data is a {type(source).__name__}, which holds no batches; it takes a data set, a "
-        "list, a DataLoader or an iterable of batches"
+        "list, a DataLoader, an iterable of batches, or a function that returns one of them"
     )
 
 
-def _loader(loader: DataLoader[Any], *, shuffle: bool, collate: Collate | None) -> Indexed | None:
-    """Return a loader's data with its workers kept; None if the loader makes whole batches."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        return None
-    if type(loader.batch_sampler) is not BatchSampler:  # the person's own
-        return None
+def is_huggingface(source: Any, name: str) -> bool:
+    """Return whether an object is of a class of ``datasets``, without importing it."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(source, getattr(module, name))
+
+
+def default_collate_for(dataset: Any) -> Collate:
+    """Return what makes batches of a data set's samples where the person names nothing."""
+    rows = is_huggingface(dataset, "Dataset") or is_huggingface(dataset, "IterableDataset")
+    return collate_rows if rows else collate_samples
+
+
+def _samples(dataset: Any) -> Samples:
+    length = len(dataset)
+
+    def read(batches: list[list[int]], collate: Collate | None, _seed: int) -> Iterator[Any]:
+        made = collate or default_collate_for(dataset)
+        return (made(_fetched(dataset, batch)) for batch in batches)
+
+    def ordered(seed: int, epoch: int, shuffle: bool) -> list[int]:
+        return order.permutation(length, seed, epoch) if shuffle else list(range(length))
+
+    return Samples(
+        dataset=dataset,
+        length=length,
+        micro_batch_size=DEFAULT_MICRO_BATCH_SIZE,
+        order=ordered,
+        read=read,
+        close=_nothing,
+    )
+
+
+def _fetched(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return samples, all at once from data sets that can (torch's own protocol)."""
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]
+
+
+def _stream(dataset: Any) -> Stream:
+    def begin(seed: int, epoch: int) -> Link:
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        alike = order.drawing_alike(seed, epoch)
+        with alike.in_place():
+            items = iter(dataset)
+        return chain(items, randomness=alike)
+
+    return Stream(
+        micro_batch_size=DEFAULT_MICRO_BATCH_SIZE,
+        collate=default_collate_for(dataset),
+        begin=begin,
+    )
+
+
+def _ready(source: Any) -> Ready:
+    def begin(_seed: int, epoch: int, _rank: int, _ranks: int) -> Link:
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(epoch)
+        return chain(iter(source))
+
+    return Ready(
+        shared=False,
+        length=_length(source),
+        begins_anew=not isinstance(source, Iterator),
+        begin=begin,
+    )
+
+
+def _loader(loader: DataLoader[Any]) -> Kind:
+    """Return a loader's data with its workers kept, and its batches if it makes them itself."""
+    collate = _loaders_collate(loader)
+    iterable = isinstance(loader.dataset, IterableDataset)
+    if loader.batch_size is None or (
+        not iterable and type(loader.batch_sampler) is not BatchSampler
+    ):
+        ready = ReadyLoader(loader)
+        length = None if iterable else _length(loader)
+        return Ready(shared=True, length=length, begins_anew=True, begin=ready.begin)
+    if iterable:
+        stream = StreamLoader(loader)
+        return Stream(micro_batch_size=loader.batch_size, collate=collate, begin=stream.begin)
     if isinstance(loader.sampler, DistributedSampler):
         raise FsdpError(
-            "the DataLoader has a DistributedSampler, and %%fsdp_train cuts the data over the "
+            "the DataLoader has a DistributedSampler, and the extension cuts the data over the "
             "ranks itself; leave the sampler out: DataLoader(dataset, batch_size=8, shuffle=True)"
         )
-    length = len(loader.sampler)  # type: ignore[arg-type]  # samplers of map-style data have one
-
-    def order(seed: int, epoch: int) -> list[int]:
-        return _sampler_order(loader, seed, epoch, shuffle=shuffle)
-
-    def read(batches: list[list[int]]) -> Iterator[Any]:
-        return iter(
-            DataLoader(
-                loader.dataset,
-                batch_sampler=batches,
-                collate_fn=collate or loader.collate_fn,
-                num_workers=loader.num_workers,
-                pin_memory=loader.pin_memory,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-                prefetch_factor=loader.prefetch_factor,
-            )
-        )
-
-    return Indexed(length=length, order=order, read=read)
+    indexed = IndexedLoader(loader, collate)
+    return Samples(
+        dataset=loader.dataset,
+        length=len(loader.sampler),  # type: ignore[arg-type]  # of map-style data: has one
+        micro_batch_size=loader.batch_size,
+        order=lambda seed, epoch, shuffle: order.sampler_order(
+            loader.sampler, seed, epoch, shuffle=shuffle
+        ),
+        read=indexed.read,
+        close=indexed.close,
+    )
 
 
-def _sampler_order(loader: DataLoader[Any], seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    """Return the order a loader's sampler gives, the same on all ranks."""
-    sampler = loader.sampler
-    if isinstance(sampler, RandomSampler) and _takes_each_once(sampler):
-        return _order(len(sampler), seed, epoch, shuffle=shuffle)
-    if isinstance(sampler, SequentialSampler):
-        return list(range(len(sampler)))
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_epoch_seed(seed, epoch))
-        return [int(index) for index in sampler]
+def _loaders_collate(loader: DataLoader[Any]) -> Collate:
+    own: Collate = loader.collate_fn
+    return default_collate_for(loader.dataset) if own is default_collate else own
 
 
-def _takes_each_once(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and len(sampler) == len(sampler.data_source)
+def _refused_mapping(source: Mapping[Any, Any]) -> FsdpError:
+    key = next(iter(source), "train")
+    quoted = f'"{key}"' if isinstance(key, str) else repr(key)
+    return FsdpError(
+        f"--data is a {type(source).__name__}, whose values may be data; name one of them: "
+        f"--data NAME[{quoted}]"
+    )
 
 
-def _order(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    if not shuffle:
-        return list(range(length))
-    generator = torch.Generator().manual_seed(_epoch_seed(seed, epoch))
-    return [int(i) for i in torch.randperm(length, generator=generator).tolist()]
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:
+        return None
 
 
-def _epoch_seed(seed: int, epoch: int) -> int:
-    return (seed * 1_000_003 + epoch) % 2**63
+def _is_text(source: Any) -> bool:
+    return isinstance(source, (str, bytes, type))
 
 
-def _is_map_style(source: Any) -> bool:
-    known = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    return known and not isinstance(source, (Mapping, str, bytes, DataLoader))
+def _nothing() -> None:
+    """Need no end."""

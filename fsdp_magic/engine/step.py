@@ -101,7 +101,8 @@ class AutomaticStep:
             the sum of its weights.
         """
         share: torch.Tensor | None = None
-        metrics, total = Averages(), 0.0
+        metrics = Averages()
+        total: Weight = 0.0
         for micro_step, batch in enumerate(batches.batches):
             bound = self.runner.run(names_of(step, micro_step, batches, batch, self.has_data))
             self.memory.mark()
@@ -166,7 +167,7 @@ def names_of(
     step: int, micro_step: int, batches: StepBatches, batch: object, has_data: bool
 ) -> dict[str, object]:
     """Return the names that change from micro-step to micro-step."""
-    names = {"step": step, "micro_step": micro_step, "epoch": batches.epoch}
+    names: dict[str, object] = {"step": step, "micro_step": micro_step, "epoch": batches.epoch}
     return {**names, "batch": batch} if has_data else names
 
 

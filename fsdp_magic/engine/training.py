@@ -19,7 +19,8 @@ from fsdp_magic.engine.aftermath import AfterStep, AfterSteps
 from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.data import Data
 from fsdp_magic.engine.evaluation import Evaluator
-from fsdp_magic.engine.feeding import evaluate, length, open_data
+from fsdp_magic.engine.expressions import evaluate
+from fsdp_magic.engine.feeding import length, open_data
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.guards import Guards, Refusing
 from fsdp_magic.engine.loop import StepLoop, running
@@ -62,6 +63,7 @@ class TrainingRun:
         self._handle = handle
         self._notes: list[str] = []
         self._loop: StepLoop | None = None
+        self._data: Data | None = None
         self._after: AfterSteps | None = None
         self._trained: Trained | None = None
         self._memory: MemoryWatch | None = None
@@ -133,7 +135,7 @@ class TrainingRun:
             count_labels=label_counter(weighing, self._models),
         )
         self._total_steps = length(spec, data)
-        self._notes += [] if data is None else data.notes
+        self._data = data
         parameters = [p for model in self._models for p in model.module.parameters()]
         telemetry.reset_peak()
         self._memory = MemoryWatch(
@@ -149,7 +151,7 @@ class TrainingRun:
             world=world,
             data=data,
             weighing=weighing,
-            micro_steps=spec.accumulate if data is None else data.batch.accumulate,
+            micro_steps=spec.accumulate if data is None else data.accumulate,
             handle=self._handle,
             stopping=lambda: world.page.stopping_run == self._request.run_id,
             aftermath=self._after,
@@ -269,6 +271,8 @@ class TrainingRun:
         with ExitStack() as stack:
             if self._before is not None:
                 stack.callback(self._before)
+            if self._data is not None:
+                stack.callback(self._data.close)
             stack.enter_context(self._guards.in_place())
             stack.enter_context(running(self._handle))
             if not self._request.spec.manual:  # a manual cell averages gradients, as FSDP2 does
@@ -312,7 +316,7 @@ class TrainingRun:
             has_losses=loop.records.has_losses,
             evaluations=self._evaluations(),
             non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
-            notes=(*self._notes, *loop.notes),
+            notes=self._all_notes(loop),
         )
         publish_data({PROGRESS_KEY: report})
 
@@ -339,8 +343,12 @@ class TrainingRun:
             has_losses=loop.records.has_losses,
             evaluations=self._evaluations(),
             non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
-            notes=(*self._notes, *loop.notes),
+            notes=self._all_notes(loop),
         )
+
+    def _all_notes(self, loop: StepLoop) -> tuple[str, ...]:
+        of_data = [] if self._data is None else self._data.notes
+        return (*self._notes, *of_data, *loop.notes)
 
     def _evaluations(self) -> tuple[EvaluationRecord, ...]:
         return () if self._after is None else tuple(self._after.evaluations)

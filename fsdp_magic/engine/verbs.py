@@ -40,7 +40,6 @@ from fsdp_magic.core.protocol import (
 )
 from fsdp_magic.core.telemetry import RankStatus
 from fsdp_magic.engine import cells, modeling, telemetry, training
-from fsdp_magic.engine.data import Position
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
@@ -49,6 +48,7 @@ from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.schedulers import find_schedulers

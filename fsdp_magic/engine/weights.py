@@ -186,10 +186,10 @@ def number_of(weight: Any) -> Weight:
                 f"`loss_weight` has shape {tuple(weight.shape)}; it is one number: how many items "
                 "the mean loss runs over"
             )
-        weight = weight.detach().reshape(())
-        if weight.device.type != "cpu":
-            return weight
-        weight = weight.item()
+        number: torch.Tensor = weight.detach().reshape(())
+        if number.device.type != "cpu":
+            return number
+        weight = number.item()
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
         raise FsdpError(
             f"`loss_weight` is {weight!r}; it is a number from 0: how many items the mean loss "

@@ -243,6 +243,11 @@ class Session:
         run = Run(run_id=self._run_ids, world_size=self.world_size, accumulate=spec.accumulate)
         self.runs.append(run)
         panel, log = TrainingPanel(run, spec, show=show), StepLog(run, spec.log)
+
+        def tick() -> None:
+            log.tick()
+            panel.tick()
+
         try:
             self.engines.ask(
                 "train",
@@ -254,7 +259,7 @@ class Session:
                 write=display.write if show else display.discard,
                 timeout=spec.timeout,
                 run=run,
-                on_tick=lambda: (log.tick(), panel.tick()),
+                on_tick=tick,
             )
         except BaseException as error:
             if isinstance(error, (FsdpError, CellInterrupted)):

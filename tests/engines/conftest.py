@@ -23,7 +23,7 @@ gc.freeze()  # what is there already need not be searched before every test
 CLEAN = """
 def clean():
     import builtins, gc, sys, torch
-    from fsdp_magic.engine.data import Position
+    from fsdp_magic.engine.position import Position
     from fsdp_magic.engine.randomness import TrainingRandomness, seed_all
 
     names = globals()

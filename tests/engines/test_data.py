@@ -194,7 +194,7 @@ def test_batches_of_unequal_size_count_by_their_samples(prepared):
         ("stream", {"micro_batch_size": 4}, "--micro-batch-size 4 cannot change batches"),
         ("stream", {"no_shuffle": True}, "--no-shuffle is for samples"),
         ("stream", {"collate": "len"}, "--collate is for samples"),
-        ("stream", {"epochs": 2}, "needs data whose length is known"),
+        ("stream", {"epochs": 2}, "pass the function that makes it"),
     ],
 )
 def test_data_that_cannot_work_is_one_clear_line(prepared, data, options, words):

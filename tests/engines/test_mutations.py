@@ -14,14 +14,14 @@ from equality import Case, Trajectory, assert_equal, on_engines, single_process
 CASE = Case()
 
 SAVE = """
-from fsdp_magic.engine import gradients, modeling, optimizers, step
+from fsdp_magic.engine import feeding, gradients, modeling, optimizers, step
 from fsdp_magic.engine import data as data_module
 from fsdp_magic.engine.parallel import fsdp
 _originals = [
     (step.StepLoop, "_backward"), (step.StepLoop, "_measure"), (step.StepLoop, "_forward"),
     (fsdp, "_set_divide_factor"), (gradients, "clip"),
     (gradients, "total_norm"), (gradients, "reduce_whole"), (optimizers, "repoint"),
-    (data_module.Data, "take"), (data_module.Data, "_epoch_indices"),
+    (data_module.Data, "take"), (feeding, "_cut"),
 ]
 _originals = [(owner, name, getattr(owner, name)) for owner, name in _originals]
 world_size_ = world_size
@@ -96,10 +96,10 @@ modeling.repoint = repoint
 modeling.repoint = lambda optimizer, replaced: None
 """,
     "one rank's data repeated": """
-def _epoch_indices(self, indexed, _o=data_module.Data._epoch_indices):
-    self._rank = 0
-    return _o(self, indexed)
-data_module.Data._epoch_indices = _epoch_indices
+import dataclasses
+def _cut(spec, namespace, world, _o=feeding._cut):
+    return dataclasses.replace(_o(spec, namespace, world), rank=0)
+feeding._cut = _cut
 """,
     "the same micro-batch again": """
 def take(self, _o=data_module.Data.take):

@@ -157,3 +157,11 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor holds on this rank; of a DTensor, its shard's."""
     local = getattr(tensor, "_local_tensor", tensor)
     return int(local.numel() * local.element_size())
+
+
+def shut_down_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator now, not when it is collected.
+
+    A failed cell's frames may keep it for a while; the workers would live on as long.
+    """
+    iterator._shutdown_workers()

@@ -1,0 +1,116 @@
+"""ENGINE: where the next step begins in each of the data that runs have read."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_magic.engine.chain import Link
+
+_REMEMBERED = 16
+"""Data whose places are kept. A place may hold a few batches, and one read-once iterator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A place in one source.
+
+    Attributes:
+        epoch: full passes done.
+        consumed: what was taken of this epoch by all ranks, in ``unit``.
+        unit: samples, batches, or batches of so many tokens: places in one mean nothing in
+            another.
+        link: the place in the iterator that is being read; None: begin it.
+        made: what the person's function returned for this epoch; None: not called, or no function.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+    unit: str = "samples"
+    link: Link | None = field(default=None, repr=False)
+    made: Any = field(default=None, repr=False, compare=False)
+
+
+class Cursor:
+    """The place in one source, as it moves.
+
+    Args:
+        source: what the person bound.
+        position: told when an iterator is begun.
+    """
+
+    def __init__(self, source: Any, position: Position) -> None:
+        self._identity = _identity(source)
+        self._position = position
+        self.place = Place()
+
+    def is_of(self, source: Any) -> bool:
+        """Return whether this is the place in that very object."""
+        identity = self._identity
+        held = identity() if isinstance(identity, weakref.ref) else identity
+        return held is source or held == (id(source), type(source))
+
+    def begin(self, *, link: Link | None = None, made: Any = None) -> None:
+        """Say what this epoch is read from; marks of this place then lead there too."""
+        before = self.place
+        self.place = replace(
+            before, link=link or before.link, made=before.made if made is None else made
+        )
+        self._position.begun(self, before)
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Mark:
+    """Places to go back to; opaque. While it lives, what is read after it is kept."""
+
+    places: dict[Cursor, Place]
+
+
+class Position:
+    """Where the next step begins in the data.
+
+    Every source has a place of its own, so a run may change to other data and come back.
+    """
+
+    def __init__(self) -> None:
+        self._cursors: list[Cursor] = []
+        self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
+
+    def cursor(self, source: Any) -> Cursor:
+        """Return the place in a source; its beginning if it was never read."""
+        cursor = next((c for c in self._cursors if c.is_of(source)), None)
+        if cursor is None:
+            cursor = Cursor(source, self)
+        else:
+            self._cursors.remove(cursor)
+        self._cursors = [*self._cursors[1 - _REMEMBERED :], cursor]
+        return cursor
+
+    def mark(self) -> Mark:
+        """Return where everything is now, to go ``back`` to as often as is wanted."""
+        mark = Mark(places={cursor: cursor.place for cursor in self._cursors})
+        self._marks.add(mark)
+        return mark
+
+    def back(self, mark: Mark) -> None:
+        """Put the position back to a mark exactly, also in iterators that cannot be rewound.
+
+        Between runs only: a run that is under way does not look again.
+        """
+        for cursor in self._cursors:
+            cursor.place = mark.places.get(cursor, Place())
+
+    def begun(self, cursor: Cursor, before: Place) -> None:
+        """Let marks that hold a place without an iterator lead to the iterator begun there."""
+        for mark in self._marks:
+            if mark.places.get(cursor, Place()) == before:
+                mark.places[cursor] = cursor.place
+
+
+def _identity(source: Any) -> Any:
+    """Return what tells an object from others without keeping it alive, where that is possible."""
+    try:
+        return weakref.ref(source)
+    except TypeError:  # a list, say
+        return id(source), type(source)
