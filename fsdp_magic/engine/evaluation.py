@@ -31,7 +31,7 @@ from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.records import Averages
-from fsdp_magic.engine.weights import Weighing, Weight
+from fsdp_magic.engine.weights import Weighing, Weight, label_counter
 from fsdp_magic.engine.world import World
 
 LOSS = "loss"

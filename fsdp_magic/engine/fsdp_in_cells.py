@@ -80,7 +80,7 @@ class FsdpInCells:
         """
         if not isinstance(tensor, DTensor):
             return tensor
-        return tensor.full_tensor().detach()  # type: ignore[attr-defined]  # torch types it so
+        return tensor.full_tensor().detach()
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """Have a model's parameters whole inside; what is written to them is kept.
