@@ -54,7 +54,8 @@ class Refusing:
 
     def zero_grad(self, owner: nn.Module | Optimizer, call: Callable[[], Any]) -> Any:
         """Refuse."""
-        raise _refusal(f"zero_grad() of {type(owner).__name__}", "clears gradients itself")
+        name = type(owner).__name__.removeprefix("FSDP")  # torch's prefix
+        raise _refusal(f"zero_grad() of {name}", "clears gradients itself")
 
     def scheduler_step(self, call: Callable[[], Any]) -> Any:
         """Refuse."""

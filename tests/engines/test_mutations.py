@@ -10,17 +10,20 @@ from functools import cache
 
 import pytest
 from equality import Case, Trajectory, assert_equal, on_engines, single_process
+from programs import check_equal
+from test_loss_weights import MEAN, OPTIONS, TOKENS, WEIGHTED, loop_of, over_tokens
 
 CASE = Case()
 
 SAVE = """
-from fsdp_magic.engine import feeding, gradients, modeling, optimizers, step
+from fsdp_magic.engine import feeding, gradients, modeling, optimizers, step, used, weights
 from fsdp_magic.engine import data as data_module
-from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel import fsdp as fsdp_module
 _originals = [
-    (step.StepLoop, "_backward"), (step.StepLoop, "_measure"), (step.StepLoop, "_forward"),
-    (fsdp, "_set_divide_factor"), (gradients, "clip"),
-    (gradients, "total_norm"), (gradients, "reduce_whole"), (optimizers, "repoint"),
+    (step.AutomaticStep, "_backward"), (fsdp_module, "_set_divide_factor"),
+    (gradients, "clip"), (gradients, "measure"), (gradients, "scale"), (gradients, "reduce_whole"),
+    (gradients, "without_the_uncounted"), (optimizers, "repoint"), (used.Used, "settle"),
+    (weights.Weighing, "known"), (weights, "label_count"), (step, "weighted"),
     (data_module.Data, "take"), (feeding, "_cut"),
 ]
 _originals = [(owner, name, getattr(owner, name)) for owner, name in _originals]
@@ -34,40 +37,40 @@ modeling.repoint = optimizers.repoint
 
 MUTATIONS = {
     "gradient x world": """
-def _set(models, factor, _o=fsdp._set_divide_factor):
+def _set(models, factor, _o=fsdp_module._set_divide_factor):
     _o(models, 1 / world_size_)
-fsdp._set_divide_factor = _set
+fsdp_module._set_divide_factor = _set
 """,
     "gradient / world": """
-def _set(models, factor, _o=fsdp._set_divide_factor):
+def _set(models, factor, _o=fsdp_module._set_divide_factor):
     _o(models, float(world_size_))
-fsdp._set_divide_factor = _set
+fsdp_module._set_divide_factor = _set
 """,
     "gradient x accumulation": """
-def _backward(self, loss, weight, _o=step.StepLoop._backward):
-    _o(self, loss, weight * self._accumulate)
-step.StepLoop._backward = _backward
+def _backward(self, loss, weight, _o=step.AutomaticStep._backward):
+    _o(self, loss, weight * 4)
+step.AutomaticStep._backward = _backward
 """,
     "a micro-batch's weight wrong": """
-def _backward(self, loss, weight, _o=step.StepLoop._backward):
-    _o(self, loss, weight * (1.1 if self._names.namespace["micro_step"] == 1 else 1.0))
-step.StepLoop._backward = _backward
+def _backward(self, loss, weight, _o=step.AutomaticStep._backward):
+    _o(self, loss, weight * (1.1 if self.runner._names.namespace["micro_step"] == 1 else 1.0))
+step.AutomaticStep._backward = _backward
 """,
     "one rank's weight wrong": """
-def _backward(self, loss, weight, _o=step.StepLoop._backward):
-    _o(self, loss, weight * (1.01 if self._world.rank == 1 else 1.0))
-step.StepLoop._backward = _backward
+def _backward(self, loss, weight, _o=step.AutomaticStep._backward):
+    _o(self, loss, weight * (1.01 if self.world.rank == 1 else 1.0))
+step.AutomaticStep._backward = _backward
 """,
     "a micro-step's gradient lost": """
-def _backward(self, loss, weight, _o=step.StepLoop._backward):
-    _o(self, loss, weight if self._names.namespace["micro_step"] else 0.0)
-step.StepLoop._backward = _backward
+def _backward(self, loss, weight, _o=step.AutomaticStep._backward):
+    _o(self, loss, weight if self.runner._names.namespace["micro_step"] else 0.0)
+step.AutomaticStep._backward = _backward
 """,
     "the last micro-step only": """
-def _forward(self, _o=step.StepLoop._forward):
-    gradients.clear(self._trained.parameters)
-    return _o(self)
-step.StepLoop._forward = _forward
+def _backward(self, loss, weight, _o=step.AutomaticStep._backward):
+    gradients.clear(self.trained.parameters)
+    _o(self, loss, weight)
+step.AutomaticStep._backward = _backward
 """,
     "decay dropped": """
 def repoint(optimizer, replaced, _o=optimizers.repoint):
@@ -110,30 +113,62 @@ data_module.Data.take = take
 """,
     "norm of this rank's shard only": """
 import torch.distributed
-def total_norm(parameters, *, world_size, _o=gradients.total_norm):
+def measure(parameters, *, world_size, weight, _o=gradients.measure):
     keep, torch.distributed.all_reduce = torch.distributed.all_reduce, lambda tensor: None
     try:
-        return _o(parameters, world_size=world_size)
+        return _o(parameters, world_size=world_size, weight=weight)
     finally:
         torch.distributed.all_reduce = keep
-gradients.total_norm = total_norm
+gradients.measure = measure
 """,
     "whole parameters counted once a rank": """
-def total_norm(parameters, *, world_size, _o=gradients.total_norm):
-    return _o(parameters, world_size=1)
-gradients.total_norm = total_norm
+def measure(parameters, *, world_size, weight, _o=gradients.measure):
+    return _o(parameters, world_size=1, weight=weight)
+gradients.measure = measure
 """,
     "whole parameters not reduced": """
 gradients.reduce_whole = lambda parameters: None
 """,
     "clipped though not asked": """
-def _measure(self, _o=step.StepLoop._measure):
-    norm = _o(self)
-    gradients.clip(self._trained.parameters, norm, 0.5)
-    return norm
-step.StepLoop._measure = _measure
+def measure(parameters, *, world_size, weight, _o=gradients.measure):
+    norm, total = _o(parameters, world_size=world_size, weight=weight)
+    gradients.clip(parameters, norm, 0.5)
+    return norm, total
+gradients.measure = measure
 """,
 }
+
+WEIGHT_MUTATIONS = {
+    "late weights not divided by": """
+gradients.scale = lambda parameters, factor: None
+""",
+    "late weights of this rank only": """
+def measure(parameters, *, world_size, weight, _o=gradients.measure):
+    norm, total = _o(parameters, world_size=world_size, weight=weight)
+    return norm, torch.as_tensor(weight, dtype=torch.float64) * world_size_
+gradients.measure = measure
+""",
+    "weights of the last micro-batch only": """
+def measure(parameters, *, world_size, weight, _o=gradients.measure):
+    return _o(parameters, world_size=world_size, weight=weight / 2)
+gradients.measure = measure
+""",
+    "the loss's share not weighted": """
+step.weighted = lambda value, weight: value
+""",
+    "labels counted as samples": """
+weights.Weighing.known = lambda self, batches: batches.counts
+""",
+    "ignored labels counted": """
+weights.label_count = lambda batch, *, shifted: batch["labels"].numel() + batch["labels"][0, 0] * 0
+""",
+    "labels shifted": """
+def label_count(batch, *, shifted, _o=weights.label_count):
+    return _o(batch, shifted=True)
+weights.label_count = label_count
+""",
+}
+_OF_LOSS_TOKENS = ("labels counted as samples", "ignored labels counted", "labels shifted")
 
 
 @cache
@@ -158,6 +193,27 @@ def test_equality_catches(session, mutation):
     try:
         with pytest.raises(AssertionError):
             assert_equal(on_engines(session, case, accumulate=4), reference(case), tolerance=1e-9)
+    finally:
+        session.run(RESTORE, show=False)
+
+
+@pytest.mark.parametrize("mutation", WEIGHT_MUTATIONS)
+def test_equality_catches_a_wrong_weight(session, mutation):
+    tokens = mutation in _OF_LOSS_TOKENS
+    session.run(f"import torch\n{SAVE}", show=False)
+    session.run(WEIGHT_MUTATIONS[mutation], show=False)
+    try:
+        with pytest.raises(AssertionError):
+            check_equal(
+                session,
+                TOKENS,
+                MEAN if tokens else WEIGHTED,
+                loop_of(over_tokens),
+                micro_batch_size=4,
+                accumulate=2,
+                loss="tokens" if tokens else "mean",
+                **OPTIONS,
+            )
     finally:
         session.run(RESTORE, show=False)
 
