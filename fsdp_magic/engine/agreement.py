@@ -29,6 +29,12 @@ class Agreement(Protocol):
         Collective: every rank must call this.
         """
 
+    def any_has(self, has: bool) -> bool:
+        """Return whether any rank has something.
+
+        Collective: every rank must call this.
+        """
+
 
 class WorldAgreement:
     """The agreement of a world.
@@ -59,6 +65,14 @@ class WorldAgreement:
         flags, _ = self._world.vote.take(Flag.NONE if has else Flag.NO_BATCH)
         return Flag.NO_BATCH not in flags
 
+    def any_has(self, has: bool) -> bool:
+        """Return whether any rank has something.
+
+        Collective: every rank must call this.
+        """
+        _, having = self._world.vote.take(count=int(has))
+        return having > 0
+
 
 class Alone:
     """The agreement of one process with itself."""
@@ -68,5 +82,9 @@ class Alone:
         return list(numbers)
 
     def all_have(self, has: bool) -> bool:
+        """Return what it says."""
+        return has
+
+    def any_has(self, has: bool) -> bool:
         """Return what it says."""
         return has

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fsdp_magic.core.batch import GlobalBatch, accumulation
+from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine import order
 from fsdp_magic.engine.collating import Collate
 from fsdp_magic.engine.position import Cursor, Place
@@ -113,3 +114,34 @@ def place_in(cursor: Cursor, unit: str) -> Place:
             epoch=place.epoch + begun, unit=unit, made=None if begun else place.made
         )
     return cursor.place
+
+
+def refuse_for_ready(cut: Cut) -> None:
+    """Raise if anything was asked that only means something for samples.
+
+    Raises:
+        FsdpError: naming it.
+    """
+    if cut.micro_batch_size is not None:
+        raise FsdpError(
+            f"--micro-batch-size {cut.micro_batch_size} cannot change batches that the data "
+            "yields ready-made; leave it out"
+        )
+    if cut.collate is not None:
+        raise FsdpError(
+            "--collate is for samples, and this data yields ready batches; leave it out"
+        )
+    if not cut.shuffle:
+        raise FsdpError(
+            "--no-shuffle is for samples, and this data yields ready batches in its own order; "
+            "leave it out"
+        )
+    for flag, value in (
+        ("--tokens-per-batch", cut.tokens_per_batch),
+        ("--global-batch-size", cut.global_batch_size),
+    ):
+        if value is not None:
+            raise FsdpError(
+                f"{flag} {value} is for samples, and this data yields ready batches; use "
+                "--accumulate"
+            )

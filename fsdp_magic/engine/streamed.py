@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.chain import Link
-from fsdp_magic.engine.cut import Cut, Step, place_in
+from fsdp_magic.engine.cut import Cut, Step, place_in, refuse_for_ready
 from fsdp_magic.engine.position import Cursor, Place
 from fsdp_magic.engine.sources import Ready, Stream
 
@@ -39,7 +40,7 @@ class StreamReader:
     def take(self) -> Step | None:
         """Return the next step; None if no whole one is left."""
         size = self._batch.global_size
-        samples, rest = self._link.at(self._place, skip=self._place.consumed).take(size)
+        samples, rest = self._link.take(size, self._place)
         if len(samples) < size:
             self._note_rest(len(samples))
             return None
@@ -72,7 +73,7 @@ class ReadyReader:
     micro_batch_size: int | None = None
 
     def __init__(self, kind: Ready, cut: Cut, cursor: Cursor) -> None:
-        _refuse_for_ready(cut)
+        refuse_for_ready(cut)
         rank, ranks = (cut.rank, cut.ranks) if kind.shared else (0, 1)
         self.accumulate = cut.accumulate
         self._ranks = ranks
@@ -91,8 +92,7 @@ class ReadyReader:
 
     def take(self) -> Step | None:
         """Return the next step; None if no whole one is left."""
-        link = self._link.at(self._place, skip=self._place.consumed)
-        batches, rest = link.take(self.accumulate)
+        batches, rest = self._link.take(self.accumulate, self._place)
         if len(batches) < self.accumulate:
             return None
         if self.left is not None:
@@ -120,46 +120,20 @@ class _Begun:
         self._begin = begin
         self._latest: Link | None = None
 
-    def at(self, place: Place, *, skip: int) -> Link:
-        """Return a place's link; begin, and pass over what was taken before, if it has none."""
-        link = place.link if self._latest is None else place.link or self._latest
+    def take(self, count: int, place: Place) -> tuple[list[Any], Link]:
+        """Return the next items from a place on, fewer at the end, and the link after them."""
+        link = place.link or self._latest
         if link is None or link.broken:
-            link = self._begin(place).skip(skip)
+            # begin, and pass over what was taken before
+            link = self._begin(place).skip(place.consumed)
             self._cursor.begin(link=link)
-        self._latest = link
-        return link
+        items, self._latest = link.take(count)
+        return items, self._latest
 
     def close(self) -> None:
         """End the iterator if it has worker processes."""
         if self._latest is not None:
             self._latest.close()
-
-
-def _refuse_for_ready(cut: Cut) -> None:
-    """Raise for what only means something for samples."""
-    if cut.micro_batch_size is not None:
-        raise FsdpError(
-            f"--micro-batch-size {cut.micro_batch_size} cannot change batches that the data "
-            "yields ready-made; leave it out"
-        )
-    if cut.collate is not None:
-        raise FsdpError(
-            "--collate is for samples, and this data yields ready batches; leave it out"
-        )
-    if not cut.shuffle:
-        raise FsdpError(
-            "--no-shuffle is for samples, and this data yields ready batches in its own order; "
-            "leave it out"
-        )
-    for flag, value in (
-        ("--tokens-per-batch", cut.tokens_per_batch),
-        ("--global-batch-size", cut.global_batch_size),
-    ):
-        if value is not None:
-            raise FsdpError(
-                f"{flag} {value} is for samples, and this data yields ready batches; use "
-                "--accumulate"
-            )
 
 
 def _divided(length: int | None, by: int) -> int | None:
