@@ -28,6 +28,7 @@ from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
+from fsdp_magic.engine.parallel.methods import gather_around_calls
 from fsdp_magic.engine.world import World
 
 
@@ -103,6 +104,7 @@ def shard(
     torch_private.settle_root(module)
     for _, each in torch_private.units(module):
         torch_private.count_missing_as_zero(each, model.used)
+    gather_around_calls(module)
     replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
     return model, {key: new for key, new in replaced.items() if new is not None}
 
