@@ -29,6 +29,16 @@ _LIBRARIES = tuple(
     sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
+_HINTS = {
+    "got mixed torch.Tensor and DTensor": (
+        "A sharded parameter was used outside its model's forward; gather it around these lines: "
+        "with fsdp.unsharded(model):"
+    ),
+    "FSDP does not support deepcopy": (
+        "A sharded model cannot be copied; copy it in the %%fsdp_model cell that builds it: "
+        "ema = copy.deepcopy(model)"
+    ),
+}
 _MAGIC_CALLS = ("run_line_magic", "run_cell_magic", "magic", "set_next_input", "pinfo")
 
 
@@ -115,8 +125,13 @@ def describe(error: BaseException) -> Failure:
         exception_type=type(error).__name__,
         message=message,
         traceback=frames,
-        notes=tuple(getattr(error, "__notes__", ())),
+        notes=(*getattr(error, "__notes__", ()), *_hints(message)),
     )
+
+
+def _hints(message: str) -> list[str]:
+    """Return what to type after an error of torch that does not say it."""
+    return [hint for part, hint in _HINTS.items() if part in message]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

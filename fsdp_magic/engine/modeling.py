@@ -15,7 +15,7 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.optimizers import parameters_of, repoint
-from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel import blocks, fsdp
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.reachable import outermost, reachable
 from fsdp_magic.engine.world import World
@@ -166,7 +166,7 @@ def _called(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return modules with those in the place of a container that are called by themselves."""
     called: dict[str, nn.Module] = {}
     for name, module in modules.items():
-        if isinstance(module, fsdp.WITHOUT_FORWARD):
+        if isinstance(module, blocks.WITHOUT_FORWARD):
             quote = isinstance(module, nn.ModuleDict)
             parts = {
                 f"{name}[{key!r}]" if quote else f"{name}[{key}]": child

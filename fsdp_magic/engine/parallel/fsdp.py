@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,11 +27,9 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import torch_private
+from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
+from fsdp_magic.engine.parallel.methods import gather_around_calls
 from fsdp_magic.engine.world import World
-
-WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
-"""Containers that only hold: what is in them is called, and sharded, by itself."""
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +91,7 @@ def shard(
             parameter.data = parameter.data.contiguous()
     ignored = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 cannot cut a scalar
     _refuse_mixed_dtypes(module, ignored)
+    model.notes += _chosen_notes(name, module)
     for unit in blocks(module):
         fully_shard(
             unit,
@@ -106,18 +104,9 @@ def shard(
     torch_private.settle_root(module)
     for _, each in torch_private.units(module):
         torch_private.count_missing_as_zero(each, model.used)
+    gather_around_calls(module)
     replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
     return model, {key: new for key, new in replaced.items() if new is not None}
-
-
-def blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, outermost only, in order.
-
-    A block is a module with submodules of its own, in a container that holds at least two of its
-    class. One that shares a parameter with the rest of the model is left to the root, which
-    gathers tied parameters once.
-    """
-    return [block for block in _repeated(module) if not _shares_parameters(block, module)]
 
 
 @contextmanager
@@ -188,32 +177,14 @@ def _places(module: nn.Module) -> list[tuple[nn.Parameter, nn.Module, str]]:
     ]
 
 
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    children = list(module.children())
-    classes = Counter(map(type, children)) if isinstance(module, _CONTAINERS) else Counter()
-    for child in children:
-        if classes[type(child)] > 1 and _is_block(child):
-            yield child
-        else:
-            yield from _repeated(child)
-
-
-def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, WITHOUT_FORWARD):
-        return False
-    has_parameters = next(module.parameters(), None) is not None
-    return has_parameters and any(True for _ in module.children())
-
-
-def _shares_parameters(block: nn.Module, root: nn.Module) -> bool:
-    inside = {id(m) for m in block.modules()}
-    own = {id(p) for p in block.parameters()}
-    return any(
-        id(parameter) in own
-        for owner in root.modules()
-        if id(owner) not in inside
-        for parameter in owner._parameters.values()
-    )
+def _chosen_notes(name: str, module: nn.Module) -> list[str]:
+    chosen = [f"{name}.{part}" for part in chosen_parts(module)]
+    if not chosen:
+        return []
+    return [
+        f"{', '.join(chosen)}: forward may call these on some ranks only, so they are gathered "
+        "together with what holds them, not one by one"
+    ]
 
 
 def _refuse_meta(module: nn.Module, name: str) -> None:

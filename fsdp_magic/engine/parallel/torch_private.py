@@ -8,6 +8,7 @@ A test in ``tests/engines`` fails when one of them moves.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def units(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -26,7 +28,10 @@ def units(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def parameter_groups(unit: Any) -> list[Any]:
     """Return the parameter groups of one FSDP unit (one, or none for a unit without any)."""
-    state = unit._get_fsdp_state()
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)  # plural since 2.12
     if groups is None:
         single = getattr(state, "_fsdp_param_group", None)
@@ -92,6 +97,66 @@ def _reset_iteration_state(root: Any) -> None:
             group._to_sharded()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
+
+
+def gathered_around(
+    unit: Any, module: nn.Module, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function of a module's class that gathers the unit the module's parameters are in.
+
+    While the unit is in its own forward the method is called as it is. Else the unit's forward
+    begins before it and ends after it, as torch's ``register_fsdp_forward_method`` does.
+
+    Args:
+        unit: the FSDP unit that holds the module's parameters.
+        module: the unit or a part of it; of any other instance the function is called as it is.
+        function: of the module's class.
+    """
+    state, own = unit._get_fsdp_state(), id(module)
+    holder = weakref.ref(unit)
+
+    @functools.wraps(function)
+    def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # a deep copy of the module has this method too, but none of the unit's parameters
+        if state._training_state is TrainingState.FORWARD or id(self) != own:
+            return function(self, *args, **kwargs)
+        unit = holder()
+        try:
+            args, kwargs = state._pre_forward(unit, args, kwargs)
+            out = state._post_forward(unit, args, function(self, *args, **kwargs))
+        except BaseException:
+            _leave_forward(state)
+            raise
+        free_after_inference(unit)
+        return out
+
+    return gathering
+
+
+def _leave_forward(state: Any) -> None:
+    if state._training_state is not TrainingState.FORWARD:
+        return
+    state._training_state = TrainingState.IDLE
+    for group in _groups_of(state):
+        group._training_state = TrainingState.IDLE
+    if state._state_ctx.iter_forward_root is state:
+        state._state_ctx.iter_forward_root = None
+
+
+def free_after_inference(unit: Any) -> None:
+    """Free what a forward without gradients gathered, if this unit's was the outermost.
+
+    Nothing else would: torch frees the root in backward, and under ``shard_grad_op`` all units.
+    """
+    if torch.is_grad_enabled():
+        return
+    context = unit._get_fsdp_state()._state_ctx
+    if context.iter_forward_root is not None:
+        return
+    for state in context.all_states:
+        for group in _groups_of(state):
+            if group._training_state is TrainingState.IDLE and not group.is_sharded:
+                group.reshard()
 
 
 def settle_root(root: Any) -> None:
