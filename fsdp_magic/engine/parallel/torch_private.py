@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 
 
 def units(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -279,6 +280,26 @@ def _noting(
         post_backward(*unused)
 
     return noting
+
+
+def read_scalars_whole() -> None:
+    """Let ``.item()``, ``float()`` and ``bool()`` of a sharded tensor give the whole value.
+
+    torch gives each rank its own part of a sum that is not yet added up. Reading becomes
+    collective: every rank must do it.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _read_whole
+
+
+def _read_whole(
+    op_call: Any,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Any:
+    (tensor,) = args
+    assert isinstance(tensor, DTensor)
+    return op_call(tensor.detach().full_tensor(), **kwargs)
 
 
 def align_group_count() -> None:
