@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, repoint
-from fsdp_magic.engine.parallel import torch_private
+from fsdp_magic.engine.parallel import gathering, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.used import Used
@@ -41,6 +41,8 @@ def find_trained(
 ) -> tuple[Trained, list[str]]:
     """Return what the bound optimizers train, and sentences about what looks wrong.
 
+    What no optimizer trains is set to free its parameters after every forward.
+
     Raises:
         FsdpError: if there is nothing to train.
     """
@@ -56,6 +58,7 @@ def find_trained(
     refuse_shared(optimizers)
     parameters = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
     _refuse_foreign(parameters, models)
+    gathering.settle_untrained(models, parameters)
     whole = [p for p in parameters if not isinstance(p, DTensor)]
     trained = Trained(
         optimizers=optimizers, parameters=parameters, whole=whole, used=Used(parameters, models)

@@ -6,6 +6,8 @@ import pytest
 from equality import assert_equal
 from programs import Program, in_one_process, on_engines
 
+from fsdp_magic.errors import CellFailedError
+
 STRATEGIES = ("full_shard", "shard_grad_op")
 BUILT = """
 import torch

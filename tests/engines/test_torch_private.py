@@ -44,3 +44,30 @@ def test_the_gathered_parameter_leads_to_its_shard(session):
         "torch_private.sharded_of_unsharded(model)[id(parameter._unsharded_param)] is "
         "parameter.sharded_param"
     )
+
+
+READINGS = {
+    "weight.sum().item()": "whole.sum().item()",
+    "float(weight.sum())": "float(whole.sum())",
+    "weight.norm().item()": "whole.norm().item()",
+    "weight.max().item()": "whole.max().item()",
+    "bool(weight.sum() > whole.sum() - 1e-3)": "True",
+    "weight.mean().item()": "whole.mean().item()",
+    "int(weight.abs().sum() * 100)": "int(whole.abs().sum() * 100)",
+    "weight[0, 0].item()": "whole[0, 0].item()",
+    "weight.grad.norm().item()": "whole_gradient.norm().item()",
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_number_read_from_a_sharded_tensor_is_whole(session, reading):
+    """It fails when torch moves ``_op_dispatcher._custom_op_handlers``."""
+    session.model(BUILD, show=False)
+    session.run(
+        "model(torch.ones(2, 4)).sum().backward()\n"
+        "weight = model[1].weight\n"
+        "whole, whole_gradient = weight.full_tensor(), weight.grad.full_tensor()",
+        show=False,
+    )
+    ours = session.pull(reading, rank="all")
+    assert ours == [pytest.approx(session.pull(READINGS[reading]), rel=1e-5)] * 2

@@ -105,6 +105,7 @@ def shard(
     for _, each in torch_private.units(module):
         torch_private.count_missing_as_zero(each, model.used)
     gather_around_calls(module)
+    torch_private.read_scalars_whole()
     replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
     return model, {key: new for key, new in replaced.items() if new is not None}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 
 
 def units(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -155,8 +157,93 @@ def free_after_inference(unit: Any) -> None:
         return
     for state in context.all_states:
         for group in _groups_of(state):
-            if group._training_state is TrainingState.IDLE and not group.is_sharded:
-                group.reshard()
+            idle = group._training_state is TrainingState.IDLE
+            if idle and group.reshard_after_backward and not group.is_sharded:
+                group.reshard()  # unless it is held gathered
+
+
+@contextmanager
+def held_gathered(group: Any) -> Iterator[None]:
+    """Gather a group's parameters, and let no forward or backward inside free them."""
+    mesh, backward = group.post_forward_mesh_info, group.reshard_after_backward
+    group.post_forward_mesh_info, group.reshard_after_backward = None, False
+    try:
+        group.unshard()
+        group.wait_for_unshard()
+        yield
+    finally:
+        group.post_forward_mesh_info, group.reshard_after_backward = mesh, backward
+        group._to_sharded()
+
+
+def keep_writes(group: Any) -> None:
+    """Copy what was written into gathered parameters to the shards."""
+    for parameter in group.fsdp_params:
+        shard = parameter.sharded_param.detach().to_local()
+        parts = parameter._unsharded_param.detach().chunk(parameter.mesh_info.shard_mesh_size)
+        rank = parameter.mesh_info.shard_mesh_rank
+        if rank >= len(parts) or torch.equal(parts[rank].to(shard.dtype), shard):
+            continue
+        shard.copy_(parts[rank])
+
+
+@contextmanager
+def gathered_again_in_backward(groups: list[Any]) -> Iterator[None]:
+    """Let gathered parameters that a loss uses directly inside be there in its backward."""
+    holders = {
+        tensor.untyped_storage()._cdata: group
+        for group in groups
+        for parameter in group.fsdp_params
+        for tensor in parameter.all_gather_outputs
+    }
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        return tensor, holders.get(tensor.untyped_storage()._cdata) if plain else None
+
+    def unpack(packed: tuple[torch.Tensor, Any]) -> torch.Tensor:
+        tensor, group = packed
+        if group is not None and not group.is_unsharded:
+            group.unshard()
+            group.wait_for_unshard()
+        return tensor
+
+    for group in groups if torch.is_grad_enabled() else ():
+        for parameter in group.fsdp_params:
+            _begin_backward_at(parameter._unsharded_param, group)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _begin_backward_at(gathered: torch.Tensor, group: Any) -> None:
+    """Let the next gradient of a gathered parameter begin the backward of its group.
+
+    Else nothing would reduce it: torch begins at the outputs of a forward, and there was none.
+    """
+    if not gathered.requires_grad or getattr(gathered, "fsdp_magic_hook", None) is not None:
+        return
+    (state,) = {m._get_fsdp_state() for m in group.modules}
+
+    def begin(_: torch.Tensor) -> None:
+        gathered.fsdp_magic_hook.remove()  # type: ignore[attr-defined]
+        gathered.fsdp_magic_hook = None  # type: ignore[attr-defined]
+        state._training_state = TrainingState.PRE_BACKWARD
+        state._register_root_post_backward_final_callback()
+        group.pre_backward(False)
+
+    gathered.fsdp_magic_hook = gathered.register_hook(begin)  # type: ignore[attr-defined, no-untyped-call]
+
+
+def clear_gradients(group: Any, modules: set[nn.Module]) -> None:
+    """Drop what a group's parameters in some modules have of gradients, gathered and sharded."""
+    for parameter in group.fsdp_params:
+        info = parameter._module_info
+        if modules.isdisjoint((info.module, *info.shared_modules)):
+            continue
+        parameter.sharded_param.grad = None
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
 
 
 def settle_root(root: Any) -> None:
@@ -203,6 +290,26 @@ def _noting(
         post_backward(*unused)
 
     return noting
+
+
+def read_scalars_whole() -> None:
+    """Let ``.item()``, ``float()`` and ``bool()`` of a sharded tensor give the whole value.
+
+    torch gives each rank its own part of a sum that is not yet added up. Reading becomes
+    collective: every rank must do it.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _read_whole
+
+
+def _read_whole(
+    op_call: Any,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Any:
+    (tensor,) = args
+    assert isinstance(tensor, DTensor)
+    return op_call(tensor.detach().full_tensor(), **kwargs)
 
 
 def align_group_count() -> None:

@@ -1,0 +1,102 @@
+"""ENGINE: when the parameters of a sharded model are whole, and when they are shards.
+
+After backward they are shards. Between a forward with gradients and its backward torch keeps the
+root's whole (under ``shard_grad_op`` every unit's); what is written into them then is lost. After
+a forward without gradients they are shards again (``methods.py``). A model that no optimizer
+trains is never gathered beyond a forward, so a target network or a moving average that is
+updated between two forwards is used as updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.parallel import torch_private
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.methods import owner
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Have whole, plain parameters inside; what is written into them is kept.
+
+    They may be used in a loss: their gradients are those of a forward. What a rank writes reaches
+    the part that it holds, so all must write the same.
+
+    Collective: every rank must call this, and a backward that needs them.
+
+    Raises:
+        FsdpError: if it is not a module.
+    """
+    groups = [group for unit in _units(module) for group in torch_private.parameter_groups(unit)]
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(torch_private.held_gathered(group))
+        stack.enter_context(torch_private.gathered_again_in_backward(groups))
+        yield
+        for group in groups:
+            torch_private.keep_writes(group)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Add gradients up on this rank only inside; the next backward outside reduces the sum.
+
+    Raises:
+        FsdpError: if it is not a module.
+    """
+    units = _units(module)
+    try:
+        for unit in units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def clear_gradients(module: nn.Module) -> None:
+    """Drop every gradient of a module: of its shards and of what is gathered of them.
+
+    ``module.zero_grad()`` alone sees only those of the two that are in place at the moment.
+    """
+    parts = set(module.modules())
+    for unit in _units(module):
+        for group in torch_private.parameter_groups(unit):
+            torch_private.clear_gradients(group, parts)
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def settle_untrained(models: Iterable[ShardedModel], trained: Iterable[torch.Tensor]) -> None:
+    """Let models that no optimizer trains free their parameters after every forward.
+
+    To be called when a run starts; the others do as their strategy says.
+
+    Args:
+        models: all sharded models.
+        trained: every parameter that an optimizer holds.
+    """
+    held = {id(parameter) for parameter in trained}
+    for model in models:
+        root = model.module
+        is_trained = any(id(p) in held for p in root.parameters())
+        for _, unit in torch_private.units(root):
+            frees = not is_trained or (model.strategy == "full_shard" and unit is not root)
+            unit.set_reshard_after_forward(frees, recurse=False)
+
+
+def _units(module: Any) -> Sequence[Any]:
+    """Return the units in a module, or the one that it is a part of."""
+    if not isinstance(module, nn.Module):
+        raise FsdpError(f"{type(module).__name__} is no torch module; give the model itself")
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    holder = None if isinstance(module, FSDPModule) else owner(module)
+    return units if holder is None else [holder, *units]
