@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel import gathering
 
 
 class FsdpInCells:
@@ -87,11 +87,11 @@ class FsdpInCells:
 
         Collective: every rank must call this.
         """
-        return fsdp.unsharded(model)
+        return gathering.unsharded(model)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Leave gradients on each rank inside, to be reduced by the next backward outside."""
-        return fsdp.no_sync(model)
+        return gathering.no_sync(model)
 
     # -- for the run
 

@@ -21,7 +21,8 @@ from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
 from fsdp_magic.engine.micro_step import CellRunner, scalar_loss
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel import fsdp, gathering
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.step import names_of, weighted
 from fsdp_magic.engine.telemetry import MemoryWatch
@@ -37,6 +38,7 @@ class ManualStep:
     Args:
         world: the ranks.
         trained: what the bound optimizers hold.
+        models: the sharded models.
         memory: told where memory is at a height.
         has_data: whether ``batch`` is bound.
 
@@ -48,10 +50,17 @@ class ManualStep:
     runner: CellRunner
 
     def __init__(
-        self, *, world: World, trained: Trained, memory: MemoryWatch, has_data: bool
+        self,
+        *,
+        world: World,
+        trained: Trained,
+        models: list[ShardedModel],
+        memory: MemoryWatch,
+        has_data: bool,
     ) -> None:
         self._world = world
         self._trained = trained
+        self._models = models
         self._memory = memory
         self._has_data = has_data
         self._squares: dict[int, torch.Tensor] = {}
@@ -99,7 +108,13 @@ class ManualStep:
         return result
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
-        """Measure the gradient that an optimizer is about to use."""
+        """Measure the gradient that an optimizer is about to use, and have it change the shards.
+
+        After a forward without backward the root's parameters are still gathered; the next one
+        would use them as they were.
+        """
+        for model in self._models:
+            fsdp.reshard(model)
         self._squares[id(optimizer)] = gradients.square_of(
             parameters_of(optimizer), world_size=self._world.world_size
         )
@@ -110,7 +125,7 @@ class ManualStep:
         """Clear the gradients of the shards too, which a module does not show after a forward."""
         result = call()
         if isinstance(owner, nn.Module):
-            fsdp.clear_gradients(owner)
+            gathering.clear_gradients(owner)
         return result
 
     def scheduler_step(self, call: Callable[[], Any]) -> Any:

@@ -181,7 +181,11 @@ class TrainingRun:
         schedulers = find_schedulers(self._namespace).values()
         if spec.manual:
             manual = ManualStep(
-                world=self._world, trained=trained, memory=self._memory, has_data=has_data
+                world=self._world,
+                trained=trained,
+                models=self._models,
+                memory=self._memory,
+                has_data=has_data,
             )
             self._guards = Guards(manual, schedulers)
             manual.runner = CellRunner(cell, self._names, self._guards)

@@ -1,99 +1,101 @@
-"""Training programs on engines beside the same programs as plain loops in one process.
+"""Programs that run alike on the engines and in one process, for tests of what is sharded.
 
-A program is code that builds models, optimizers and data, and a cell. The loop that it must equal
-is a function of the test: it gets the names that the code bound, and yields ``(loss, gradient
-norm)`` of each step. Everything is float64, with SGD and without clipping.
+A program is a model, its optimizer, data and a cell. In one process each *rank's* micro-batch is
+run by itself, with the names ``rank`` and ``step`` that the cell would find, and losses are
+averaged: what ranks do differently, one process does in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from equality import STEPS, Trajectory
 
-from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.session import Session
 
-TOLERANCE = 1e-9
-Loop = Callable[[dict[str, Any]], Iterator[tuple[float, float]]]
+MICRO = 4
 
 
-def norm_of(*parameters: torch.Tensor) -> float:
-    """Return the norm of the gradients of parameters."""
-    squares = [p.grad.pow(2).sum() for p in parameters if p.grad is not None]
-    return float(torch.stack(squares).sum().sqrt())
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One training program.
+
+    Attributes:
+        built: code that binds ``model``, an optimizer and ``data``, a list of tuples of tensors.
+        cell: one micro-step.
+        optimizers: the names it binds.
+        models: the names of modules whose weights are compared.
+        after: code after each step, in one process only (what the engines do by themselves).
+    """
+
+    built: str
+    cell: str
+    optimizers: tuple[str, ...] = ("optimizer",)
+    models: tuple[str, ...] = ("model",)
 
 
-def in_one_process(
-    code: str, loop: Loop, *, models: Sequence[str] = ("model",)
-) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Build a program here and run its loop: losses, norms, weights before and after."""
-    default = torch.get_default_dtype()
+def weights(program: Program) -> str:
+    """Return the expression for all weights by dotted name."""
+    parts = (f"**{{f'{m}.{{n}}': p for n, p in {m}.named_parameters()}}" for m in program.models)
+    return "{" + ", ".join(parts) + "}"
+
+
+def in_one_process(program: Program, *, ranks: int = 2, accumulate: int = 1) -> Trajectory:
+    """Train in this process: every rank's micro-batches one after the other."""
     names: dict[str, Any] = {}
-    try:
-        exec(code, names)
-        before = _weights(names, models)
-        steps = list(loop(names))
-    finally:
-        torch.set_default_dtype(default)
-    losses, norms = [loss for loss, _ in steps], [norm for _, norm in steps]
-    return losses, norms, before, _weights(names, models)
+    exec(program.built, names)
+    optimizers = [names[name] for name in program.optimizers]
+    trajectory = Trajectory(before=_detached(eval(weights(program), names)))
+    parts = ranks * accumulate
+    for step in range(STEPS):
+        total = 0.0
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part in range(parts):
+            first = (step * parts + part) * MICRO
+            samples = names["data"][first : first + MICRO]
+            batch = tuple(torch.stack(column) for column in zip(*samples, strict=True))
+            names |= {"rank": part // accumulate, "micro_step": part % accumulate}
+            names |= {"step": step, "batch": batch}
+            exec(program.cell, names)
+            loss = names["loss"] / parts
+            loss.backward()
+            total += loss.item()
+        gradients = [p.grad for p in eval(weights(program), names).values() if p.grad is not None]
+        trajectory.grad_norms.append(torch.sqrt(sum(g.pow(2).sum() for g in gradients)).item())
+        for optimizer in optimizers:
+            optimizer.step()
+        trajectory.losses.append(total)
+    trajectory.after = _detached(eval(weights(program), names))
+    return trajectory
 
 
-def check_equal(
-    session: Session,
-    code: str,
-    cell: str,
-    loop: Loop,
-    *,
-    strategy: str = "full_shard",
-    models: Sequence[str] = ("model",),
-    tolerance: float = TOLERANCE,
-    norms: bool = True,
-    **options: Any,
-) -> Run:
-    """Run a program on the engines and in one process, and compare everything."""
-    losses, grad_norms, before, after = in_one_process(code, loop, models=models)
-    session.model(code, strategy=strategy, show=False)
-    run = session.train(cell, **{"show": False, "no_shuffle": "data" in options, **options})
-    check_losses(run.losses, losses, tolerance=tolerance)
-    if norms:
-        for step, (ours, theirs) in enumerate(zip(run.grad_norms, grad_norms, strict=True)):
-            assert abs(ours - theirs) <= tolerance * theirs, f"norm of step {step}"
-    check_weights(session, before, after, models=models, tolerance=tolerance)
-    return run
+def on_engines(
+    session: Session, program: Program, *, strategy: str = "full_shard", accumulate: int = 1
+) -> Trajectory:
+    """Train on the engines of a session."""
+    session.model(program.built, strategy=strategy, show=False)
+    return trained(session, program, accumulate=accumulate)
 
 
-def check_losses(ours: list[float], theirs: list[float], *, tolerance: float = TOLERANCE) -> None:
-    """Compare losses, relative to how far they moved."""
-    span = max(theirs) - min(theirs)
-    assert span > 0
-    assert len(ours) == len(theirs)
-    for step, (mine, reference) in enumerate(zip(ours, theirs, strict=True)):
-        assert abs(mine - reference) <= tolerance * span, f"step {step}: {mine} != {reference}"
+def trained(session: Session, program: Program, *, accumulate: int = 1) -> Trajectory:
+    """Train what is on the engines of a session already."""
+    trajectory = Trajectory(before=session.pull(weights(program)))
+    run = session.train(
+        program.cell,
+        data="data",
+        steps=STEPS,
+        no_shuffle=True,
+        micro_batch_size=MICRO,
+        accumulate=accumulate,
+        show=False,
+    )
+    trajectory.losses, trajectory.grad_norms = run.losses, run.grad_norms
+    trajectory.after = session.pull(weights(program))
+    return trajectory
 
 
-def check_weights(
-    session: Session,
-    before: dict[str, torch.Tensor],
-    after: dict[str, torch.Tensor],
-    *,
-    models: Sequence[str] = ("model",),
-    tolerance: float = TOLERANCE,
-) -> None:
-    """Compare weights on the engines with those of one process, relative to how far they moved."""
-    moved = max((after[name] - before[name]).abs().max().item() for name in after)
-    assert moved > 0
-    for model in models:
-        for name, ours in session.pull(f"dict({model}.named_parameters())").items():
-            distance = (ours - after[f"{model}.{name}"]).abs().max().item()
-            assert distance <= tolerance * moved, f"{model}.{name} is off by {distance / moved:.3g}"
-
-
-def _weights(names: dict[str, Any], models: Sequence[str]) -> dict[str, torch.Tensor]:
-    return {
-        f"{model}.{name}": parameter.detach().clone()
-        for model in models
-        for name, parameter in eval(model, names).named_parameters()
-    }
+def _detached(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import check_equal, norm_of
+from loops import check_equal, norm_of
 
 from fsdp_magic.errors import CellFailedError, UsageError
 

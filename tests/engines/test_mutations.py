@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 from equality import Case, Trajectory, assert_equal, on_engines, single_process
-from programs import check_equal
+from loops import check_equal
 from test_loss_weights import MEAN, OPTIONS, TOKENS, WEIGHTED, loop_of, over_tokens
 
 CASE = Case()
