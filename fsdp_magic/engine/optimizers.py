@@ -7,7 +7,7 @@ the same hooks and schedulers; its state is cut like the parameters it belongs t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,54 @@ def refuse_shared(optimizers: Mapping[str, Optimizer]) -> None:
                     f"and {name}; keep it in one, or delete the one that is no longer used: "
                     f"del {other}"
                 )
+
+
+def refuse_unfit(optimizers: Mapping[str, Optimizer], *, calls_closures: bool = False) -> None:
+    """Raise if an optimizer cannot work on shards, or not without a person's own loop.
+
+    Args:
+        optimizers: by name.
+        calls_closures: whether the person's code steps them, and may pass a closure.
+    """
+    for name, optimizer in optimizers.items():
+        classes = {kind.__name__ for kind in type(optimizer).__mro__}
+        sharded = any(isinstance(p, DTensor) for p in parameters_of(optimizer))
+        if "Adafactor" in classes and sharded:
+            raise FsdpError(
+                f"{name} is an Adafactor, which averages over whole columns, and a rank holds "
+                f"only some rows of a sharded parameter; type: {name} = "
+                "torch.optim.AdamW(model.parameters(), lr=1e-4)"
+            )
+        if "LBFGS" in classes and not calls_closures:
+            raise FsdpError(
+                f"{name} is an LBFGS, which runs the cell several times a step; add --manual and "
+                f"call {name}.step(closure) in the cell"
+            )
+
+
+def with_gradients(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that hold a parameter with a gradient; the others are not stepped."""
+    return [o for o in optimizers if any(p.grad is not None for p in parameters_of(o))]
+
+
+def into_train(optimizers: Iterable[Optimizer]) -> None:
+    """Switch optimizers that keep other weights for training than for evaluation to training."""
+    _switch(optimizers, "train")
+
+
+def into_eval(optimizers: Iterable[Optimizer]) -> None:
+    """Switch optimizers that keep other weights for training than for evaluation to evaluation.
+
+    Collective: every rank must call this.
+    """
+    _switch(optimizers, "eval")
+
+
+def _switch(optimizers: Iterable[Optimizer], mode: str) -> None:
+    for optimizer in optimizers:
+        switch = getattr(optimizer, mode, None)
+        if callable(switch):
+            switch()
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:

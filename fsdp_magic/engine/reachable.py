@@ -1,7 +1,8 @@
 """ENGINE: what a person's names lead to: modules, optimizers, schedulers, by dotted name.
 
-A search through the namespace, containers and the attributes of plain objects, to a small depth.
-Libraries, classes, functions, tensors and long lists (data) are not entered.
+A search through the namespace, containers and the attributes of plain objects, to a small depth,
+nearest first. Libraries, classes, functions, tensors, long lists (data) and the objects of IPython,
+which lead back to the namespace, are not entered.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 Kind = TypeVar("Kind")
 _DEPTH = 4
 _LONGEST = 256
+_SHELL = ("IPython", "ipykernel", "ipyparallel", "traitlets", "zmq")
 _CLOSED = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
     torch.Tensor, str, bytes, int, float, complex, bool, range, torch.device, torch.dtype,
@@ -24,7 +26,7 @@ _CLOSED = (
 def reachable(
     namespace: Mapping[str, Any], kind: type[Kind], *, names: Iterable[str] | None = None
 ) -> dict[str, Kind]:
-    """Return objects of a class by the first dotted name that leads to them.
+    """Return objects of a class by the shortest dotted name that leads to them.
 
     What is found is not searched further, so only the outermost of nested modules count.
 
@@ -33,14 +35,20 @@ def reachable(
         kind: the class to look for.
         names: where to begin; None: every name without a leading underscore.
     """
-    found: dict[int, tuple[str, Kind]] = {}
-    seen: set[int] = set()
     if names is None:
         names = [name for name in namespace if not name.startswith("_")]
-    for name in names:
-        if name in namespace:
-            for dotted, item in _search(namespace[name], name, kind, _DEPTH, seen):
-                found.setdefault(id(item), (dotted, item))
+    level = [(name, namespace[name]) for name in names if name in namespace]
+    found: dict[int, tuple[str, Kind]] = {}
+    seen: set[int] = set()
+    for _ in range(_DEPTH + 1):
+        below: list[tuple[str, Any]] = []
+        for dotted, value in level:
+            if isinstance(value, kind):
+                found.setdefault(id(value), (dotted, value))
+            elif _is_open(value) and id(value) not in seen:
+                seen.add(id(value))
+                below += ((f"{dotted}{part}", item) for part, item in _parts(value))
+        level = below
     return {dotted: item for dotted, item in found.values()}
 
 
@@ -55,17 +63,8 @@ def outermost(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Modu
     return {name: module for name, module in modules.items() if id(module) not in inner}
 
 
-def _search(
-    value: Any, name: str, kind: type[Kind], depth: int, seen: set[int]
-) -> Iterator[tuple[str, Kind]]:
-    if isinstance(value, kind):
-        yield name, value
-        return
-    if depth == 0 or isinstance(value, _CLOSED) or id(value) in seen:
-        return
-    seen.add(id(value))
-    for part, item in _parts(value):
-        yield from _search(item, f"{name}{part}", kind, depth - 1, seen)
+def _is_open(value: Any) -> bool:
+    return not isinstance(value, _CLOSED) and type(value).__module__.split(".")[0] not in _SHELL
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, repoint
+from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, refuse_unfit, repoint
 from fsdp_magic.engine.parallel import gathering, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.reachable import reachable
@@ -37,11 +37,16 @@ class Trained:
 
 
 def find_trained(
-    namespace: Mapping[str, Any], models: list[ShardedModel]
+    namespace: Mapping[str, Any], models: list[ShardedModel], *, manual: bool = False
 ) -> tuple[Trained, list[str]]:
     """Return what the bound optimizers train, and sentences about what looks wrong.
 
     What no optimizer trains is set to free its parameters after every forward.
+
+    Args:
+        namespace: the person's variables.
+        models: all sharded models that are alive.
+        manual: whether the cell steps the optimizers itself.
 
     Raises:
         FsdpError: if there is nothing to train.
@@ -56,6 +61,7 @@ def find_trained(
         for model in models:  # one made between a forward and now holds gathered parameters
             repoint(optimizer, torch_private.sharded_of_unsharded(model.module))
     refuse_shared(optimizers)
+    refuse_unfit(optimizers, calls_closures=manual)
     parameters = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
     _refuse_foreign(parameters, models)
     gathering.settle_untrained(models, parameters)

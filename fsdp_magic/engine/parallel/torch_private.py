@@ -309,7 +309,8 @@ def _read_whole(
 ) -> Any:
     (tensor,) = args
     assert isinstance(tensor, DTensor)
-    return op_call(tensor.detach().full_tensor(), **kwargs)
+    whole: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    return op_call(whole, **kwargs)
 
 
 def align_group_count() -> None:
