@@ -10,6 +10,9 @@
 
 Every rank takes the same number of steps of an epoch. Where all know how many they have, they
 agree on the fewest when an epoch begins; else they vote at each step.
+
+Of several sources the shortest ends the epoch of all. A run of so many steps is not a matter of
+epochs: there each source begins anew at its own end, as two loaders in ``itertools.cycle`` do.
 """
 
 from __future__ import annotations
@@ -88,12 +91,21 @@ class _Paced:
             reader = self.track.reader
             self.full, self.left = self._agreement.fewest([reader.full, reader.left])
 
-    def explain_end(self) -> None:
-        """Raise if this run got nothing of data that can be read once."""
+    def check_end(self) -> None:
+        """Raise if the epoch is over before it had a step: a run would turn epochs for ever.
+
+        Raises:
+            FsdpError: saying what to bind instead.
+        """
         if self._taken == 0 and not self.track.begins_anew:
             raise FsdpError(
                 "the data is at its end, and an iterator can be read only once; bind it anew, or "
                 "pass the function that makes it"
+            )
+        if self._taken == 0 and self.track.is_at_beginning:
+            raise FsdpError(
+                "an epoch of the data does not fill a step on every rank; give it more batches, "
+                "or lower --accumulate"
             )
 
 
@@ -186,7 +198,7 @@ class Data:
         if parts is not None:
             return parts
         for paced in self._tracks:
-            paced.explain_end()
+            paced.check_end()
         if not all(paced.track.begins_anew for paced in self._tracks):
             return None
         for paced in self._tracks:
@@ -195,7 +207,7 @@ class Data:
             self._epochs_left -= 1
             if self._epochs_left == 0:
                 return None
-        return _something(self._next_of_all())
+        return self._together()
 
     def _next_of_all(self) -> list[list[Any]] | None:
         parts = []
@@ -212,11 +224,14 @@ class Data:
         for paced in self._tracks:
             part = paced.take()
             if part is None:
-                paced.explain_end()
+                paced.check_end()
                 if not paced.track.begins_anew:
                     return None
                 paced.turn()
-                part = _something(paced.take())
+                part = paced.take()
+                if part is None:
+                    paced.check_end()
+                    return None
             parts.append(part)
         return parts
 
@@ -231,17 +246,6 @@ class Data:
         if len(known) < len(self._tracks) or None in known:
             return None
         return min(n for n in known if n is not None)
-
-
-def _something(found: list[Any] | None) -> list[Any]:
-    """Return what a new epoch begins with.
-
-    Raises:
-        FsdpError: if that is nothing: a run would turn epochs for ever.
-    """
-    if found is None:
-        raise FsdpError("an epoch of the data does not fill a step; lower --accumulate")
-    return found
 
 
 def _same_accumulation(tracks: Sequence[Track]) -> int:

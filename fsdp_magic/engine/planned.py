@@ -144,9 +144,11 @@ def by_tokens(kind: Samples, cut: Cut, cursor: Cursor, *, most: int) -> PlannedR
 
 def _token_plan(kind: Samples, cut: Cut, epoch: int, most: int) -> Plan:
     ordered = kind.order(cut.seed, epoch, cut.shuffle)
+    fresh = [index for index in ordered if index not in kind.lengths]
+    kind.lengths.update(tokens.sample_lengths(kind.dataset, fresh))
     return tokens.token_batches(
         ordered,
-        tokens.sample_lengths(kind.dataset, ordered),
+        kind.lengths,
         tokens=most,
         seed=cut.seed,
         epoch=epoch,

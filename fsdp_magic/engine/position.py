@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any
 
 from fsdp_magic.engine.chain import Link
@@ -47,9 +48,9 @@ class Cursor:
 
     def is_of(self, source: Any) -> bool:
         """Return whether this is the place in that very object."""
-        identity = self._identity
-        held = identity() if isinstance(identity, weakref.ref) else identity
-        return held is source or held == (id(source), type(source))
+        if isinstance(self._identity, weakref.ref):
+            return self._identity() is source
+        return bool(self._identity == _identity(source))
 
     def begin(self, *, link: Link | None = None, made: Any = None) -> None:
         """Say what this epoch is read from; marks of this place then lead there too."""
@@ -110,6 +111,8 @@ class Position:
 
 def _identity(source: Any) -> Any:
     """Return what tells an object from others without keeping it alive, where that is possible."""
+    if isinstance(source, MethodType):  # made anew each time it is named
+        return id(source.__self__), source.__func__
     try:
         return weakref.ref(source)
     except TypeError:  # a list, say

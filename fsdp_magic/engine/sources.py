@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
@@ -35,6 +35,7 @@ class Samples:
         order: (seed, epoch, shuffle) -> the indices of an epoch, the same on all ranks.
         read: (micro-batches of indices, collate, seed) -> batches.
         close: ends worker processes.
+        lengths: tokens of each sample, once they were counted.
     """
 
     dataset: Any
@@ -43,6 +44,7 @@ class Samples:
     order: Callable[[int, int, bool], list[int]]
     read: Callable[[list[list[int]], Collate | None, int], Iterator[Any]]
     close: Callable[[], None]
+    lengths: dict[int, int] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,11 @@ class Track:
         return self._cursor.place.epoch
 
     @property
+    def is_at_beginning(self) -> bool:
+        """Whether nothing of the present epoch was taken."""
+        return self._cursor.place.consumed == 0
+
+    @property
     def has_constant_length(self) -> bool:
         """Whether every epoch has as many steps as this one."""
         return self._function is None and self._cut.tokens_per_batch is None

@@ -143,14 +143,19 @@ def single_process(case: Case) -> Trajectory:
 
 
 def on_engines(
-    session: Session, case: Case, *, accumulate: int = 1, strategy: str = "full_shard"
+    session: Session,
+    case: Case,
+    *,
+    accumulate: int = 1,
+    strategy: str = "full_shard",
+    data: str = "data",
 ) -> Trajectory:
     """Train on the engines of a session."""
     session.model(case.built, strategy=strategy, show=False)
     trajectory = Trajectory(before=session.pull("dict(model.named_parameters())"))
     run = session.train(
         case.cell,
-        data="data",
+        data=data,
         steps=STEPS,
         no_shuffle=True,
         micro_batch_size=GLOBAL_BATCH // (session.world_size * accumulate),

@@ -71,3 +71,32 @@ def test_a_number_read_from_a_sharded_tensor_is_whole(session, reading):
     )
     ours = session.pull(reading, rank="all")
     assert ours == [pytest.approx(session.pull(READINGS[reading]), rel=1e-5)] * 2
+
+
+LOADER = """
+import time
+from torch.utils.data import DataLoader
+
+class Slow:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index > 1:
+            time.sleep(60)
+        return index
+
+iterator = iter(DataLoader(Slow(), batch_size=1, num_workers=2))
+next(iterator)
+started = time.monotonic()
+torch_private.shut_down_workers(iterator)
+took = time.monotonic() - started
+"""
+
+
+def test_workers_that_are_busy_are_ended_soon_and_without_an_error(session):
+    session.model(BUILD, show=False)
+    session.run(LOADER, show=False)
+    assert session.pull("took") < 2.0
+    session.run("torch_private.shut_down_workers(iterator)\ntime.sleep(0.1)", show=False)
+    assert not session.pull("any(worker.is_alive() for worker in iterator._workers)")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.agreement import Alone
@@ -344,6 +344,71 @@ def test_an_error_in_a_stream_does_not_end_its_epoch():
         take(open_rank(source, 0, 1, collate=None, position=position))
     taken = take(open_rank(source, 0, 1, collate=None, position=position))
     assert [batches[0][0] for _, batches in taken] == [3, 4]
+
+
+class Maker:
+    def batches(self):
+        return ([i] for i in range(6))
+
+
+def test_a_method_keeps_its_position_though_it_is_made_anew_each_time():
+    maker, position = Maker(), Position()
+    options = {"collate": None, "position": position, "steps": True}
+    first = take(open_rank(maker.batches, 0, 1, **options), 2)
+    rest = take(open_rank(maker.batches, 0, 1, **options), 2)
+    assert [batches[0][0] for _, batches in first + rest] == [0, 1, 2, 3]
+
+
+def test_the_last_step_of_an_epoch_is_known_where_lengths_are():
+    data = open_rank(list(range(8)), 0, 1, steps=True, micro_batch_size=4)
+    stream = open_rank(Stream(8), 0, 1, steps=True, micro_batch_size=4)
+    ends: dict[Any, list[Any]] = {data: [], stream: []}
+    for each, said in ends.items():
+        for _ in range(4):
+            said.append(each.take().ends_epoch)
+            each.commit()
+    assert list(ends.values()) == [[False, True, False, True], [None] * 4]
+
+
+def test_labels_are_counted_before_a_batch_leaves_for_the_device():
+    counted = []
+
+    def count_labels(batch):
+        counted.append(batch.device.type)
+        return int((batch != -100).sum())
+
+    data = Data(
+        [[torch.tensor([1, -100, 3])] * 4],
+        cut=Cut(rank=0, ranks=1, seed=0, micro_batch_size=2, accumulate=2),
+        goes_round=True,
+        epochs=None,
+        device=torch.device("meta"),
+        position=Position(),
+        agreement=Alone(),
+        count_labels=count_labels,
+    )
+    step = data.take()
+    assert (step.labels, step.counts, counted) == ([4, 4], [2, 2], ["cpu", "cpu"])
+    assert {batch.device.type for batch in step.batches} == {"meta"}
+
+
+def test_rows_that_a_weighted_sampler_draws_twice_count_twice():
+    sampler = WeightedRandomSampler([1.0] * 8, 16, replacement=True)
+    loader = DataLoader(range(8), batch_size=4, sampler=sampler)
+    (taken,) = of_ranks(loader, 1, micro_batch_size=4)
+    assert len(flat(flat(batches) for _, batches in taken)) == 16
+
+
+def test_lengths_of_samples_are_read_once_a_run():
+    class Counted(list):
+        reads = 0
+
+        def __getitem__(self, index):
+            Counted.reads += 1
+            return super().__getitem__(index)
+
+    take(open_rank(Counted(TEXTS), 0, 1, epochs=3, tokens_per_batch=12))
+    assert Counted.reads <= 4 * len(TEXTS)
 
 
 # -- marks

@@ -8,6 +8,7 @@ A test in ``tests/engines`` fails when one of them moves.
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+
+_WORKER_GRACE_SECONDS = 0.5
 
 
 def units(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -335,6 +338,23 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 def shut_down_workers(iterator: Any) -> None:
     """End the workers of a DataLoader's iterator now, not when it is collected.
 
-    A failed cell's frames may keep it for a while; the workers would live on as long.
+    A failed cell's frames may keep it for a while; the workers would live on as long. torch's own
+    way waits 5 s for each that is busy in the data set; these get half a second together.
+
+    Source: ``_MultiProcessingDataLoaderIter._shutdown_workers`` (torch/utils/data/dataloader.py).
     """
+    if iterator._shutdown:
+        return
+    # from here on a worker that dies is no error
+    torch._C._remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
+    iterator._workers_done_event.set()
+    for number, alive in enumerate(iterator._workers_status):
+        if alive:
+            iterator._mark_worker_as_unavailable(number, shutdown=True)
+    deadline = time.monotonic() + _WORKER_GRACE_SECONDS
+    for worker in iterator._workers:
+        worker.join(timeout=max(0.0, deadline - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()
     iterator._shutdown_workers()
