@@ -109,6 +109,7 @@ class TrainRequest:
         run_id: marks every report of this run.
         spec: the options.
         evaluation: what ``--eval-every`` runs; None: the cell itself, on ``--eval-data``.
+        steps_left: of the run that this one resumes; None: take those that the spec says.
     """
 
     code: str
@@ -116,6 +117,7 @@ class TrainRequest:
     run_id: int
     spec: TrainSpec
     evaluation: EvalRequest | None = None
+    steps_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,6 +201,7 @@ class RunReport:
         records: every step of the run.
         stopped: whether it ended at the person's wish before its last step.
         mean_activity: the device's mean over the run.
+        epochs_ended: how many ends of epochs it has passed.
         accumulate, has_losses, evaluations, non_finite_steps: as in ``ProgressReport``.
     """
 
@@ -219,5 +220,6 @@ class RunReport:
     accumulate: int = 1
     has_losses: bool = True
     evaluations: tuple[EvaluationRecord, ...] = ()
+    epochs_ended: int = 0
     non_finite_steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()

@@ -86,17 +86,20 @@ class AfterSteps:
         step: whose optimizers have stepped.
         schedulers: None with ``--manual``.
         function: the person's; None: there is none.
-        evaluate: makes an evaluation, given the steps done; None: none is wanted.
+        evaluate: makes an evaluation, given the steps done, or returns None if the person stopped
+            it; None: none is wanted.
         every: steps between evaluations, or ``epoch``.
         evaluations: made so far.
+        epochs_ended: so far.
     """
 
     step: Step
     schedulers: Schedulers | None
     function: AfterStep | None
-    evaluate: Callable[[int], EvaluationRecord] | None
+    evaluate: Callable[[int], EvaluationRecord | None] | None
     every: int | str | None
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    epochs_ended: int = 0
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Do what follows a step that is done.
@@ -116,6 +119,7 @@ class AfterSteps:
 
         Collective: every rank must call this.
         """
+        self.epochs_ended += 1
         if self.schedulers is not None:
             self.schedulers.after_epoch()
         if self.every == "epoch":
@@ -125,6 +129,8 @@ class AfterSteps:
         if self.evaluate is None:
             return
         record = self.evaluate(step + 1)
+        if record is None:
+            return
         self.evaluations.append(record)
         if self.schedulers is not None and record.loss is not None:
             self.schedulers.after_evaluation(record.loss)

@@ -6,7 +6,7 @@ the data is at its end runs on samples that count nothing, and leaves no rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import EvalSpec
@@ -23,20 +22,27 @@ from fsdp_magic.core.telemetry import EvaluationRecord
 from fsdp_magic.engine import randomness
 from fsdp_magic.engine.agreement import WorldAgreement
 from fsdp_magic.engine.cells import Cell
+from fsdp_magic.engine.collected import checked_rows
 from fsdp_magic.engine.eval_batches import EvalBatch, EvalBatches
+from fsdp_magic.engine.eval_mode import average_running_statistics, in_eval_mode
 from fsdp_magic.engine.feeding import named_collate, named_sources
-from fsdp_magic.engine.guards import Guards
+from fsdp_magic.engine.guards import Guards, RefusingInEvaluation
+from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.micro_step import BINDABLE, Bound, CellRunner, scalar_loss
 from fsdp_magic.engine.names import Names
+from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.records import Averages
+from fsdp_magic.engine.schedulers import find_schedulers
+from fsdp_magic.engine.track import is_function
+from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.weights import Weighing, Weight, label_counter
 from fsdp_magic.engine.world import World
 
 LOSS = "loss"
-_ONLY = EvalBatch(batch=None, count=1, start=0)
-"""Of a cell that brings its own data: it runs once on each rank."""
+_ONLY = EvalBatch(batch=None, count=None, start=0)
+"""Of a cell that brings its own data: it runs once on each rank, which count alike."""
 Rows = list[tuple[int, dict[str, Any]]]
 
 
@@ -49,9 +55,9 @@ class Evaluator:
         spec: which data.
         weighing: what batches count.
         names: of the namespace that the cell runs in.
-        guards: hand calls of the cell to whoever watches.
         world: the ranks.
         models: the sharded models.
+        stopping: whether the person has asked to stop.
         rows: what the cell collected on this rank in the last run.
         notes: sentences a person should read.
     """
@@ -60,13 +66,23 @@ class Evaluator:
     spec: EvalSpec
     weighing: Weighing
     names: Names
-    guards: Guards
     world: World
     models: Sequence[ShardedModel]
+    stopping: Callable[[], bool] = lambda: False
     rows: Rows = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def run(self, *, step: int, epoch: int = 0) -> EvaluationRecord:
+    def check(self) -> None:
+        """Raise if the data cannot be read as asked; reads none, and calls no function for it."""
+        if self.spec.data is None:
+            return
+        named_collate(self.spec, self.names.namespace)
+        if not is_function(self._source()):
+            batches = self._batches()
+            assert batches is not None
+            batches.close()
+
+    def run(self, *, step: int, epoch: int) -> EvaluationRecord | None:
         """Run the cell over the data.
 
         Collective: every rank must call this.
@@ -76,65 +92,93 @@ class Evaluator:
             epoch: the cell's ``epoch``.
 
         Returns:
-            The result over all ranks.
+            The result over all ranks; None if the person stopped it.
         """
-        modules = self._modules()
-        average_running_statistics(modules, self.world.world_size)
+        namespace = self.names.namespace
+        guards = Guards(RefusingInEvaluation(), find_schedulers(namespace).values())
+        runner = CellRunner(self.cell, self.names, guards)
+        average_running_statistics(self._sharded(), self.world.world_size)
         self.rows, sums = [], _Sums()
-        runner = CellRunner(self.cell, self.names, self.guards)
         with ExitStack() as stack:
+            stack.enter_context(guards.in_place())
+            stack.enter_context(torch.no_grad())
+            optimizers = reachable(namespace, Optimizer).values()
+            stack.enter_context(in_eval_mode(self._modules(), optimizers))
+            stack.enter_context(randomness.put_back())
             batches = self._batches()
             if batches is not None:
                 stack.callback(batches.close)
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(in_eval_mode(modules))
-            stack.enter_context(randomness.put_back())
-            stack.enter_context(self._bindable_kept())
+            self.names.bind(self._names_of_run(step, epoch, batches))
             for number, batch in enumerate(batches or [_ONLY]):
-                names = {"step": step, "micro_step": number, "epoch": epoch}
-                with_batch = {**names, "batch": batch.batch}
-                bound = runner.run(names if batches is None else with_batch)
-                self._take(bound, batch, sums)
+                if self._stops():
+                    return None
+                names = {"micro_step": number}
+                if batches is not None:
+                    names["batch"] = batch.batch
+                self._take(runner.run(names), batch, sums)
+        for model in self.models:  # a forward leaves the root's parameters gathered
+            fsdp.reshard(model)
         return self._together(sums, step)
+
+    @contextmanager
+    def within_training(self) -> Iterator[None]:
+        """Keep what the training cell bound, and the names it finds, as they are."""
+        namespace = self.names.namespace
+        changed = (*BINDABLE, "batch", "step", "micro_step", "epoch", "micro_batch_size")
+        kept = {name: namespace[name] for name in changed if name in namespace}
+        try:
+            yield
+        finally:
+            for name in changed:
+                namespace.pop(name, None)
+            self.names.bind({n: v for n, v in kept.items() if n not in BINDABLE})
+            namespace.update(kept)
+
+    def _names_of_run(self, step: int, epoch: int, batches: EvalBatches | None) -> dict[str, Any]:
+        size = None if batches is None else batches.micro_batch_size
+        return {"step": step, "epoch": epoch, "micro_batch_size": size}
+
+    def _stops(self) -> bool:
+        """Return whether the person has asked any rank to stop.
+
+        Collective: every rank must call this.
+        """
+        agreed, _ = self.world.vote.take(Flag.STOP if self.stopping() else Flag.NONE)
+        return Flag.STOP in agreed
+
+    def _sharded(self) -> list[nn.Module]:
+        return list({id(model.module): model.module for model in self.models}.values())
 
     def _modules(self) -> list[nn.Module]:
         """Return the sharded models and every other module that names lead to."""
         bound = reachable(self.names.namespace, nn.Module).values()
-        together = [*(model.module for model in self.models), *bound]
+        together = [*self._sharded(), *bound]
         return list({id(module): module for module in together}.values())
 
-    def _batches(self) -> EvalBatches | None:
-        """Return the passes over the data; None if the cell brings its own."""
-        namespace = self.names.namespace
-        if self.spec.data is None:
-            return None
-        sources = named_sources(self.spec, namespace)
+    def _source(self) -> Any:
+        sources = named_sources(self.spec, self.names.namespace)
         if len(sources) > 1:
             raise FsdpError(
                 f"--data {self.spec.data} names several; an evaluation runs over one: evaluate "
                 "them one after the other"
             )
-        return EvalBatches(
-            sources[0],
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            device=self.world.device,
-            agreement=WorldAgreement(self.world),
-            micro_batch_size=self.spec.micro_batch_size,
-            collate=named_collate(self.spec, namespace),
-            seed=self.world.request.seed,
-        )
+        return sources[0]
 
-    @contextmanager
-    def _bindable_kept(self) -> Iterator[None]:
-        """Keep what a training cell bound, which an evaluation in between would clear."""
-        namespace = self.names.namespace
-        kept = {name: namespace[name] for name in BINDABLE if name in namespace}
-        try:
-            yield
-        finally:
-            if kept:
-                namespace.update(kept)
+    def _batches(self) -> EvalBatches | None:
+        """Return the passes over the data; None if the cell brings its own."""
+        if self.spec.data is None:
+            return None
+        with INTERRUPTS.allowed():  # lengths and functions are the person's code
+            return EvalBatches(
+                self._source(),
+                rank=self.world.rank,
+                world_size=self.world.world_size,
+                device=self.world.device,
+                agreement=WorldAgreement(self.world),
+                micro_batch_size=self.spec.micro_batch_size,
+                collate=named_collate(self.spec, self.names.namespace),
+                seed=self.world.request.seed,
+            )
 
     def _take(self, bound: Bound, batch: EvalBatch, sums: _Sums) -> None:
         """Count what a run of the cell bound, unless its batch only keeps others company."""
@@ -152,7 +196,7 @@ class Evaluator:
             sums.loss.add({LOSS: loss if loss.is_cuda else float(loss)}, weight)
         sums.metrics.add(bound.metrics, weight)
         if bound.collect:
-            self.rows.append((batch.start, _checked_rows(bound.collect, batch.count)))
+            self.rows.append((batch.start, checked_rows(bound.collect, batch.count)))
 
     def _weight(self, bound: Bound, batch: EvalBatch) -> Weight:
         if bound.weight is not None:
@@ -187,34 +231,6 @@ class _Sums:
     samples: int = 0
 
 
-@contextmanager
-def in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have modules in eval mode inside, and each of them as it was afterwards."""
-    modes = [(part, part.training) for module in modules for part in module.modules()]
-    try:
-        for part, _ in modes:
-            part.training = False
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def average_running_statistics(modules: Iterable[nn.Module], world_size: int) -> None:
-    """Average what BatchNorm layers have gathered on each rank.
-
-    Collective: every rank must call this.
-    """
-    for module in modules:
-        for part in module.modules():
-            if not isinstance(part, _BatchNorm):
-                continue
-            for statistic in (part.running_mean, part.running_var):
-                if statistic is not None:
-                    dist.all_reduce(statistic)
-                    statistic /= world_size
-
-
 def _numbers(averages: Averages) -> dict[str, tuple[float, float]]:
     return {name: (float(total), float(weight)) for name, (total, weight) in averages.sums.items()}
 
@@ -230,31 +246,3 @@ def _added_up(ranks: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[fl
 
 def _mean(total: float, weight: float) -> float:
     return total / weight if weight else float("nan")
-
-
-def _checked_rows(collect: dict[str, Any], count: int | None) -> dict[str, Any]:
-    """Return rows as arrays and lists that can be sent, one row per sample.
-
-    Raises:
-        FsdpError: if there are more or fewer rows than samples.
-    """
-    rows = {str(name): _rows(value) for name, value in collect.items()}
-    for name, value in rows.items():
-        if not hasattr(value, "__len__") or (count is not None and len(value) != count):
-            length = f"{len(value)} rows" if hasattr(value, "__len__") else "no rows"
-            raise FsdpError(
-                f"collect[{name!r}] has {length} and the batch {count} samples; it takes one row "
-                "per sample"
-            )
-    return rows
-
-
-def _rows(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return list(value) if hasattr(value, "__iter__") else value
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    value = value.detach().cpu()
-    if value.dtype is torch.bfloat16:  # numpy has none
-        value = value.float()
-    return value.numpy() if value.ndim else value.item()

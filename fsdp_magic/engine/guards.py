@@ -62,6 +62,26 @@ class Refusing:
         raise _refusal("step() of a scheduler", "steps schedulers itself")
 
 
+class RefusingInEvaluation:
+    """The watcher of evaluations: they change nothing."""
+
+    def backward(self, call: Callable[[], Any]) -> Any:
+        """Refuse."""
+        raise _refusal_in_evaluation("backward()")
+
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Refuse."""
+        raise _refusal_in_evaluation(f"step() of {type(optimizer).__name__}")
+
+    def zero_grad(self, owner: nn.Module | Optimizer, call: Callable[[], Any]) -> Any:
+        """Refuse."""
+        raise _refusal_in_evaluation(f"zero_grad() of {type(owner).__name__}")
+
+    def scheduler_step(self, call: Callable[[], Any]) -> Any:
+        """Refuse."""
+        raise _refusal_in_evaluation("step() of a scheduler")
+
+
 class Guards:
     """Wraps the calls while a run goes on.
 
@@ -155,6 +175,11 @@ def _refusal(call: str, instead: str) -> FsdpError:
         f"{where} calls {call}, and %%fsdp_train {instead}; delete it{line}, or type --manual for "
         "a cell that does the whole step"
     )
+
+
+def _refusal_in_evaluation(call: str) -> FsdpError:
+    where, line = _line_of_cell()
+    return FsdpError(f"{where} calls {call}, and an evaluation changes nothing; delete it{line}")
 
 
 def _line_of_cell() -> tuple[str, str]:

@@ -24,9 +24,12 @@ class Names:
         self.namespace = namespace
         self._told: set[str] = set()
         self._ours: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}
 
     def bind(self, values: Mapping[str, Any]) -> None:
         """Give names that are bound around the running cell new values."""
+        for name in values.keys() - self._own.keys():
+            self._own[name] = self.namespace.get(name, _MISSING)
         self._ours.update(values)
         self.namespace.update(values)
 
@@ -39,10 +42,9 @@ class Names:
         Yields:
             The person's names that are hidden for the first time.
         """
-        own = {name: self.namespace.get(name, _MISSING) for name in values}
-        hidden = [n for n, value in own.items() if value is not _MISSING and n not in self._told]
+        hidden = [name for name in values if name in self.namespace and name not in self._told]
         self._told.update(hidden)
-        self._ours = {}
+        self._ours, self._own = {}, {}
         self.bind(values)
         try:
             yield tuple(hidden)
@@ -50,7 +52,7 @@ class Names:
             for name, value in self._ours.items():
                 if self.namespace.get(name, _MISSING) is not value:
                     continue
-                if own[name] is _MISSING:
+                if self._own[name] is _MISSING:
                     del self.namespace[name]
                 else:
-                    self.namespace[name] = own[name]
+                    self.namespace[name] = self._own[name]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.eval_mode import has_modes
 from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, refuse_unfit, repoint
 from fsdp_magic.engine.parallel import gathering, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
@@ -69,7 +69,7 @@ def find_trained(
     trained = Trained(
         optimizers=optimizers, parameters=parameters, whole=whole, used=Used(parameters, models)
     )
-    return trained, [*_unoptimized(models, parameters), *_unstepped_schedulers(namespace)]
+    return trained, _unoptimized(models, parameters)
 
 
 def _refuse_foreign(parameters: list[torch.Tensor], models: list[ShardedModel]) -> None:
@@ -99,22 +99,19 @@ def _unoptimized(models: list[ShardedModel], parameters: list[torch.Tensor]) -> 
     return [f"in no optimizer, so not trained: {', '.join(missing[:3])}{more}"]
 
 
-def _unstepped_schedulers(namespace: Mapping[str, Any]) -> list[str]:
-    names = reachable(namespace, LRScheduler)
-    if not names:
-        return []
-    return [
-        f"{', '.join(names)}: learning rate schedulers are not stepped by %%fsdp_train yet; the "
-        "learning rate stays as it is"
-    ]
-
-
 def put_in_train_mode(models: list[ShardedModel], trained: Trained) -> list[str]:
-    """Put models of which a part is trained into train mode, and say which were not."""
+    """Put models of which a part is trained into train mode, and say which were not.
+
+    Optimizers that have a train mode too are put into it.
+    """
     held = {id(parameter) for parameter in trained.parameters}
     changed = []
     for model in models:
         if any(id(p) in held for p in model.module.parameters()) and not model.module.training:
             model.module.train()
             changed.append(model.name)
+    for optimizer in trained.optimizers.values():
+        if has_modes(optimizer):
+            switched: Any = optimizer
+            switched.train()
     return [f"{name} was in eval mode and is in train mode now" for name in changed]

@@ -69,7 +69,7 @@ class TrainingRun:
         self._memory: MemoryWatch | None = None
         self._guards: Guards | None = None
         self._evaluation_cell: Cell | None = None
-        self._before: Callable[[], None] | None = None
+        self._put_back = ExitStack()
         self._models: list[ShardedModel] = []
         self._first_step = 0
         self._total_steps = request.spec.steps
@@ -121,10 +121,10 @@ class TrainingRun:
         self._first_step = steps_done
         self._notes += modeling.shard_forgotten(self._namespace, models=models, world=world)
         self._models = [model for model in models.values() if model.alive]
-        trained, notes = find_trained(self._namespace, self._models)
+        trained, notes = find_trained(self._namespace, self._models, manual=spec.manual)
         self._trained = trained
         if spec.trial:
-            self._before = self._snapshot(trained, position)
+            self._put_back.callback(self._snapshot(trained, position))
         self._notes += notes + put_in_train_mode(self._models, trained)
         weighing = Weighing(spec.loss, late="loss_weight" in cell.assigned)
         data = open_data(
@@ -134,7 +134,7 @@ class TrainingRun:
             position=position,
             count_labels=label_counter(weighing, self._models),
         )
-        self._total_steps = length(spec, data)
+        self._total_steps = self._request.steps_left or length(spec, data)
         self._data = data
         parameters = [p for model in self._models for p in model.module.parameters()]
         telemetry.reset_peak()
@@ -153,7 +153,7 @@ class TrainingRun:
             weighing=weighing,
             micro_steps=spec.accumulate if data is None else data.accumulate,
             handle=self._handle,
-            stopping=lambda: world.page.stopping_run == self._request.run_id,
+            stopping=self._stopping,
             aftermath=self._after,
         )
 
@@ -221,10 +221,9 @@ class TrainingRun:
 
     def _evaluation(
         self, cell: Cell, weighing: Weighing
-    ) -> Callable[[int], EvaluationRecord] | None:
+    ) -> Callable[[int], EvaluationRecord | None] | None:
         """Return what evaluates after so many steps; None: nothing was asked for."""
         spec, asked = self._request.spec, self._request.evaluation
-        assert self._guards is not None
         if spec.eval_every is None:
             return None
         if spec.eval_data is not None:
@@ -241,11 +240,21 @@ class TrainingRun:
             spec=asked_spec,
             weighing=weighing,
             names=self._names,
-            guards=self._guards,
             world=self._world,
             models=self._models,
+            stopping=self._stopping,
         )
-        return lambda step: evaluator.run(step=step)
+        evaluator.check()
+
+        def evaluated(step: int) -> EvaluationRecord | None:
+            with evaluator.within_training():
+                return evaluator.run(step=step, epoch=self.epoch)
+
+        return evaluated
+
+    def _stopping(self) -> bool:
+        """Return whether the person has asked this run to stop."""
+        return self._world.page.stopping_run == self._request.run_id
 
     def _schedulers(self, data: Data | None, trained: Trained) -> Schedulers:
         spec, steps = self._request.spec, self._total_steps
@@ -263,6 +272,12 @@ class TrainingRun:
 
     # -- running
 
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._put_back.close()  # what a trial changed, also one that failed as it began
+
     def steps(self) -> None:
         """Take the steps.
 
@@ -273,8 +288,6 @@ class TrainingRun:
         assert self._guards is not None
         self._started = time.monotonic()
         with ExitStack() as stack:
-            if self._before is not None:
-                stack.callback(self._before)
             if self._data is not None:
                 stack.callback(self._data.close)
             stack.enter_context(self._guards.in_place())
@@ -340,6 +353,7 @@ class TrainingRun:
             memory=memory.now(),
             peak_memory=memory.peak(),
             mean_activity=_mean(self._activities),
+            epochs_ended=0 if self._after is None else self._after.epochs_ended,
             device_name=self._device_name,
             first_step=self._first_step,
             micro_batch_size=loop.micro_batch_size,

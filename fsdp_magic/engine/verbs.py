@@ -43,7 +43,6 @@ from fsdp_magic.engine import cells, modeling, telemetry, training
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
-from fsdp_magic.engine.guards import Guards, Refusing
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp, torch_private
@@ -51,7 +50,6 @@ from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.reachable import reachable
-from fsdp_magic.engine.schedulers import find_schedulers
 from fsdp_magic.engine.service import Service, Tick
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.values import packed, whole
@@ -228,7 +226,7 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
     kept = not request.spec.trial
     values = {**engine.names_of_cells(), **run.names()}
     try:
-        with engine.cell(values, tick=run.tick), engine.randomness.in_place(kept=kept):
+        with engine.cell(values, tick=run.tick), engine.randomness.in_place(kept=kept), run:
             cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
             asked = request.evaluation
             run.prepare(
@@ -270,18 +268,16 @@ def evaluate(engine: Engine, request: EvalRequest) -> Reply:
         names["batch"] = None
     with engine.cell({**engine.names_of_cells(), **names}), engine.randomness.in_place(kept=False):
         cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
-        guards = Guards(Refusing(), find_schedulers(engine.namespace).values())
         evaluator = Evaluator(
             cell=cell,
             spec=request.spec,
             weighing=Weighing("mean", late="loss_weight" in cell.assigned),
             names=engine.names,
-            guards=guards,
             world=engine.world,
             models=engine.living_models(),
         )
-        with guards.in_place():
-            record = evaluator.run(step=engine.steps, epoch=engine.epoch)
+        record = evaluator.run(step=engine.steps, epoch=engine.epoch)
+    assert record is not None  # only a training run is asked to stop in between
     report = EvalReport(
         record=record,
         rows=tuple(evaluator.rows),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,9 +69,8 @@ def _collected(pieces: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
 
 def _joined(parts: list[Any]) -> Any:
     """Return arrays of like rows as one array, anything else as one list of rows."""
-    import numpy
-
-    arrays = all(isinstance(part, numpy.ndarray) for part in parts)
+    numpy: Any = sys.modules.get("numpy")  # arrays that came have brought it; nothing else does
+    arrays = numpy is not None and all(isinstance(part, numpy.ndarray) for part in parts)
     if arrays and len({part.shape[1:] for part in parts}) == 1:
         return numpy.concatenate(parts)
     return [row for part in parts for row in part]

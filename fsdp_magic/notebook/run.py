@@ -67,6 +67,8 @@ class Run:
         state: ``starting``, ``running``, ``done``, ``stopped`` or ``failed``.
         total_steps: steps it was to take; None if that was not known.
         first_step: ``step`` of its first step, which counts on over the runs of a model.
+        began: whether the ranks were ready to take steps.
+        epochs_ended: how many ends of epochs it has passed.
         seconds: since its first step began.
         evaluations: those of ``--eval-every``.
         non_finite_steps: the first steps whose loss was not finite.
@@ -89,6 +91,8 @@ class Run:
         self.message = ""
         self.last_frame: tuple[str, str] | None = None
         self.first_step = 0
+        self.began = False
+        self.epochs_ended = 0
         self.ranks = [RankProgress() for _ in range(world_size)]
 
     # -- history
@@ -207,6 +211,7 @@ class Run:
             self.total_steps = report.total_steps
             self._take_sizes(report)
             self._note(report.notes)
+            self.epochs_ended = report.epochs_ended
         if len(reports) == self.world_size:
             self.state = "stopped" if any(report.stopped for report in reports) else "done"
 
@@ -220,11 +225,13 @@ class Run:
         self.message = str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def _take_sizes(self, report: ProgressReport | RunReport) -> None:
+        self.began = True
         self.first_step = report.first_step
         self.micro_batch_size = report.micro_batch_size or self.micro_batch_size
         self.accumulate = report.accumulate
         self.has_losses = report.has_losses or report.steps == 0
-        self.evaluations = list(report.evaluations)
+        if len(report.evaluations) > len(self.evaluations):  # ranks report at different times
+            self.evaluations = list(report.evaluations)
         if report.non_finite_steps:
             known = set(self.non_finite_steps) | set(report.non_finite_steps)
             self.non_finite_steps = sorted(known)

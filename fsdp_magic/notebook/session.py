@@ -58,6 +58,7 @@ class Session:
         self._run_ids = 0
         self._earlier_runs = 0
         self._newest_run: Run | None = None
+        self._newest_epochs = 1
         self._newest_evaluation: EvalRequest | None = None
         self.plan = plan_world(spec)
         self._engines: Engines | None = Engines(self.plan)
@@ -238,7 +239,7 @@ class Session:
         if isinstance(spec.log, str):
             raise UsageError(f"--log {spec.log!r} is not a function of the notebook")
         evaluation = self._evaluation_of(spec)
-        asked = replace(self._resumed(spec), log=None)
+        asked, steps_left = self._resumed(spec)
         self._run_ids += 1
         run = Run(run_id=self._run_ids, world_size=self.world_size, accumulate=spec.accumulate)
         self.runs.append(run)
@@ -253,7 +254,12 @@ class Session:
                 "train",
                 self._everywhere(
                     TrainRequest(
-                        code=code, name=name, run_id=run.run_id, spec=asked, evaluation=evaluation
+                        code=code,
+                        name=name,
+                        run_id=run.run_id,
+                        spec=replace(asked, log=None),
+                        evaluation=evaluation,
+                        steps_left=steps_left,
                     )
                 ),
                 write=display.write if show else display.discard,
@@ -267,8 +273,8 @@ class Session:
             run.fail(error)
             raise
         finally:
-            if not spec.trial:
-                self._newest_run = run
+            if run.began and not spec.trial:
+                self._newest_run, self._newest_epochs = run, asked.epochs or 1
             log.tick()
             panel.finish()
         return run
@@ -321,21 +327,29 @@ class Session:
             )
         return self._newest_evaluation
 
-    def _resumed(self, spec: TrainSpec) -> TrainSpec:
-        """Return a spec that takes the steps which the interrupted run had left, if asked to."""
+    def _resumed(self, spec: TrainSpec) -> tuple[TrainSpec, int | None]:
+        """Return what a run is asked for, and how many steps an interrupted one had left.
+
+        Those are None unless ``--resume`` was asked for and their number is known.
+        """
         if not spec.resume:
-            return spec
+            return spec, None
         run = self._newest_run
         if run is None or run.state not in ("stopped", "failed"):
+            why = "the last one took all its steps" if run else "none has begun with this model"
             raise UsageError(
-                "--resume finishes a run that ended early, and there is none; leave it out"
+                f"--resume finishes a run that ended early, and {why}; leave --resume out"
             )
-        if run.total_steps is None:  # to the end of data of unknown length
-            return spec
+        if run.total_steps is None:  # data of unknown length: its epochs are counted instead
+            epochs = max(1, self._newest_epochs - run.epochs_ended)
+            return replace(spec, steps=None, epochs=epochs if spec.data else None), None
         left = run.total_steps - run.steps
         if left < 1:
-            raise UsageError("--resume: the last run had taken all its steps; leave it out")
-        return replace(spec, steps=left, epochs=None)
+            raise UsageError(
+                "--resume finishes a run that ended early, and the last one took all its steps; "
+                "leave --resume out"
+            )
+        return spec, left
 
     def shards(self, model: str = "", *, show: bool = True) -> Placement:
         """Return where every parameter of a sharded model lives; without a name the only one."""
@@ -405,11 +419,17 @@ class Session:
                 f"{flag} {expression} is no number on the engines ({reason}); type a number, or "
                 "bind the name in a %%fsdp cell"
             ) from None
-        if any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
-            raise UsageError(f"{flag} {expression} is {values[0]!r} on the engines, not a number")
+        values = [_plain(value) for value in values]
+        wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (int, float))]
+        if wrong:
+            raise UsageError(
+                f"{flag} {expression} is a {type(wrong[0]).__name__} on the engines; it must be a "
+                "number"
+            )
         if len(set(values)) > 1:
             raise UsageError(
-                f"{flag} {expression} differs between the ranks ({values}); it must be one number"
+                f"{flag} {expression} differs between the ranks "
+                f"({', '.join(map(str, values))}); it must be the same number on all"
             )
         number: float = values[0]
         return number
@@ -429,6 +449,14 @@ _LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
 def _shut_all_down() -> None:
     for session in list(_LIVE):
         session.shutdown()
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy or torch as one of Python; anything else as it is."""
+    if not hasattr(value, "item"):
+        return value
+    count = value.numel() if hasattr(value, "numel") else value.size
+    return value.item() if count == 1 else value
 
 
 def _show_results(outputs: Sequence[CellOutput], output: Output) -> None:

@@ -141,6 +141,11 @@ class TrainSpec(DataSpec):
         above("--max-grad-norm", self.max_grad_norm, 0)
         self._check_choices()
         self._check_evaluation()
+        if self.log is not None and not isinstance(self.log, str) and not callable(self.log):
+            raise UsageError(
+                f"--log is a {type(self.log).__name__}; it takes a function, called as "
+                "FUNC({...}, step=n)"
+            )
         if self.data is None:
             self.need_no_data(
                 ("--epochs", self.epochs),
@@ -148,6 +153,7 @@ class TrainSpec(DataSpec):
                 ("--tokens-per-batch", self.tokens_per_batch),
                 ("--global-batch-size", self.global_batch_size),
                 ("--data-sharding", None if self.data_sharding == "auto" else self.data_sharding),
+                ("--eval-data", self.eval_data),
             )
         self._refuse_contradictions()
         if self.manual:
@@ -209,6 +215,11 @@ class TrainSpec(DataSpec):
             raise UsageError("--trial takes every step back and --resume keeps them; give one")
 
     def _refuse_for_manual(self) -> None:
+        if self.eval_data is not None:
+            raise UsageError(
+                "--eval-data evaluates the cell itself, and a --manual cell trains; write a "
+                "%%fsdp_eval cell, run it once, and leave --eval-data out"
+            )
         for flag, given, instead in (
             ("--accumulate", self.accumulate != 1, "call backward() several times in the cell"),
             ("--global-batch-size", self.global_batch_size, "call backward() several times"),
