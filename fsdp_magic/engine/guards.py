@@ -34,6 +34,9 @@ class Watcher(Protocol):
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Before ``optimizer.step()``."""
 
+    def closure(self, call: Callable[[], Any]) -> Any:
+        """At the closure that ``optimizer.step(closure)`` calls."""
+
     def zero_grad(self, owner: nn.Module | Optimizer, call: Callable[[], Any]) -> Any:
         """At ``zero_grad()`` of a module or an optimizer."""
 
@@ -51,6 +54,10 @@ class Refusing:
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Refuse."""
         raise _refusal(f"step() of {type(optimizer).__name__}", "steps every optimizer itself")
+
+    def closure(self, call: Callable[[], Any]) -> Any:
+        """Never come here: the step was refused."""
+        raise AssertionError
 
     def zero_grad(self, owner: nn.Module | Optimizer, call: Callable[[], Any]) -> Any:
         """Refuse."""
@@ -72,6 +79,10 @@ class RefusingInEvaluation:
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Refuse."""
         raise _refusal_in_evaluation(f"step() of {type(optimizer).__name__}")
+
+    def closure(self, call: Callable[[], Any]) -> Any:
+        """Never come here: the step was refused."""
+        raise AssertionError
 
     def zero_grad(self, owner: nn.Module | Optimizer, call: Callable[[], Any]) -> Any:
         """Refuse."""
@@ -158,10 +169,19 @@ class Guards:
         with self._aside():
             return self._watcher.scheduler_step(call)
 
-    def _optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._watching:
-            with self._aside():
-                self._watcher.optimizer_step(optimizer)
+    def _optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Tell the watcher, and have the closure that was passed go through it."""
+        if not self._watching:
+            return None
+        with self._aside():
+            self._watcher.optimizer_step(optimizer)
+        itself, *rest = args
+        if rest and callable(rest[0]):
+            return (itself, functools.partial(self._watcher.closure, rest[0]), *rest[1:]), kwargs
+        if callable(kwargs.get("closure")):
+            closure = functools.partial(self._watcher.closure, kwargs["closure"])
+            return args, {**kwargs, "closure": closure}
+        return None
 
 
 def _definer(kind: type, name: str) -> type:

@@ -121,6 +121,18 @@ class ManualStep:
         if optimizer not in self.stepped:
             self.stepped.append(optimizer)
 
+    def closure(self, call: Callable[[], Any]) -> Any:
+        """Return the loss of a closure as that of all ranks, which must decide alike by it.
+
+        Collective: every rank must call this.
+        """
+        loss = call()
+        if not isinstance(loss, torch.Tensor):
+            return loss
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean / self._world.world_size
+
     def zero_grad(self, owner: nn.Module | Optimizer, call: Callable[[], Any]) -> Any:
         """Clear the gradients of the shards too, which a module does not show after a forward."""
         result = call()

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine import lbfgs
 from fsdp_magic.engine.eval_mode import has_modes
 from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, refuse_unfit, repoint
 from fsdp_magic.engine.parallel import gathering, torch_private
@@ -62,6 +63,9 @@ def find_trained(
             repoint(optimizer, torch_private.sharded_of_unsharded(model.module))
     refuse_shared(optimizers)
     refuse_unfit(optimizers, calls_closures=manual)
+    for optimizer in optimizers.values():
+        if isinstance(optimizer, LBFGS):
+            lbfgs.work_on_shards(optimizer)
     parameters = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
     _refuse_foreign(parameters, models)
     gathering.settle_untrained(models, parameters)

@@ -397,7 +397,7 @@ def closure():
     optimizer.zero_grad()
     value = F.mse_loss(model(batch[0]), batch[1])
     value.backward()
-    return fsdp.mean(value.detach())
+    return value
 loss = optimizer.step(closure)
 """
 
