@@ -22,7 +22,12 @@ from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.sources import micro_batch_size_of
 from fsdp_magic.engine.step import StepLoop, cleared_after_failure
 from fsdp_magic.engine.telemetry import MemoryWatch
-from fsdp_magic.engine.trained import Trained, find_trained, put_in_train_mode
+from fsdp_magic.engine.trained import (
+    Trained,
+    find_trained,
+    put_in_train_mode,
+    take_whole_from_rank_0,
+)
 from fsdp_magic.engine.world import World
 
 _PUBLISH_SECONDS = 0.4
@@ -144,6 +149,7 @@ class TrainingRun:
         sharded = [model for model in models.values() if model.alive]
         self._trained, notes = find_trained(self._namespace, sharded)
         self._notes += notes + put_in_train_mode(sharded, self._trained)
+        self._notes += take_whole_from_rank_0(self._trained, world)
         data = open_data(spec, self._namespace, world=world, position=position)
         self._total_steps = length(spec, data)
         self._notes += [] if data is None else data.notes
