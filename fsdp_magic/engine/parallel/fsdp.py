@@ -23,7 +23,7 @@ from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
-from fsdp_magic.engine.parallel.methods import gather_around_calls
+from fsdp_magic.engine.parallel.methods import free_before_steps, gather_around_calls
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
 from fsdp_magic.engine.world import World
 
@@ -100,12 +100,24 @@ def shard(
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
     torch_private.settle_root(module)
-    for _, each in torch_private.units(module):
-        torch_private.count_missing_as_zero(each, model.used)
-    gather_around_calls(module)
-    torch_private.read_scalars_whole()
+    _prepare(model)
     replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
     return model, {key: new for key, new in replaced.items() if new is not None}
+
+
+def _prepare(model: ShardedModel) -> None:
+    """Let a sharded model behave as the person's own.
+
+    Collective: every rank must call this.
+    """
+    for _, unit in torch_private.units(model.module):
+        torch_private.count_missing_as_zero(unit, model.used)
+        torch_private.reduce_what_came_late(unit)
+        unit.unshard()  # what is gathered first in inference mode could never train
+        unit.reshard()
+    gather_around_calls(model.module)
+    free_before_steps(model.module)
+    torch_private.read_scalars_whole()
 
 
 @contextmanager
