@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
@@ -51,6 +52,7 @@ def wanted_modules(
             "the cell binds no module with parameters; end it with a line such as: "
             "model = GPT2LMHeadModel(config), or name one: %%fsdp_model NAME"
         )
+    _refuse_replicas(found)
     wanted = {name: module for name, module in found.items() if not _is_sharded(module)}
     ours = {id(model.module): model for model in models.values() if model.alive}
     foreign = [n for n, module in found.items() if n not in wanted and id(module) not in ours]
@@ -100,6 +102,7 @@ def shard_forgotten(namespace: Mapping[str, Any], *, models: Models, world: Worl
         for name, module in found.items()
         if not _is_sharded(module) and any(id(p) in trained for p in module.parameters())
     }
+    _refuse_replicas(forgotten)
     spec = world.request.defaults
     shard_all(forgotten, spec, namespace, models=models, world=world)
     return [f"{name} had not been sharded; it is now ({spec.strategy})" for name in forgotten]
@@ -141,6 +144,18 @@ def _modules(namespace: Mapping[str, Any], names: Iterable[str] | None) -> dict[
     """Return the modules with parameters that names lead to."""
     found = _called(reachable(namespace, nn.Module, names=names))
     return {n: m for n, m in found.items() if next(m.parameters(), None) is not None}
+
+
+def _refuse_replicas(modules: Mapping[str, nn.Module]) -> None:
+    """Raise if a module holds a wrapper that copies its own module over devices."""
+    for name, module in modules.items():
+        for path, part in module.named_modules():
+            if isinstance(part, (nn.DataParallel, DistributedDataParallel)):
+                where = f"{name}.{path}" if path else name
+                raise FsdpError(
+                    f"{where} is a {type(part).__name__}, which spreads its module by itself; "
+                    f"bind the module in it: {where} = {where}.module"
+                )
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine import lbfgs
@@ -16,8 +18,10 @@ from fsdp_magic.engine.eval_mode import has_modes
 from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, refuse_unfit, repoint
 from fsdp_magic.engine.parallel import gathering, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.used import Used
+from fsdp_magic.engine.world import World
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,23 +71,58 @@ def find_trained(
         if isinstance(optimizer, LBFGS):
             lbfgs.work_on_shards(optimizer)
     parameters = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
-    _refuse_foreign(parameters, models)
+    _refuse_foreign(optimizers, models)
     gathering.settle_untrained(models, parameters)
     whole = [p for p in parameters if not isinstance(p, DTensor)]
     trained = Trained(
         optimizers=optimizers, parameters=parameters, whole=whole, used=Used(parameters, models)
     )
-    return trained, _unoptimized(models, parameters)
+    return trained, [*_unoptimized(models, parameters), *_unbound(namespace, optimizers)]
 
 
-def _refuse_foreign(parameters: list[torch.Tensor], models: list[ShardedModel]) -> None:
+def take_whole_from_rank_0(trained: Trained, world: World) -> list[str]:
+    """Give every rank rank 0's values of the parameters that are kept whole.
+
+    Collective: every rank must call this, when a run starts.
+
+    Returns:
+        A sentence, if they differed.
+    """
+    named = [(f"parameter {number}", p) for number, p in enumerate(trained.whole)]
+    if not take_from_rank_0(named, built="the parameters of no module", world=world):
+        return []
+    return ["parameters that are not sharded differed between ranks; all have rank 0's now"]
+
+
+def _refuse_foreign(optimizers: Mapping[str, Optimizer], models: list[ShardedModel]) -> None:
     """Raise if an optimizer trains shards that are not ours: their gradients would be averaged."""
     ours = {id(p) for model in models for p in model.module.parameters()}
-    if any(isinstance(p, DTensor) and id(p) not in ours for p in parameters):
-        raise FsdpError(
-            "an optimizer holds sharded parameters of a model that %%fsdp_model did not shard, or "
-            "that is gone; build the model and its optimizer again in a %%fsdp_model cell"
-        )
+    for name, optimizer in optimizers.items():
+        if any(isinstance(p, DTensor) and id(p) not in ours for p in parameters_of(optimizer)):
+            raise FsdpError(
+                f"{name} holds sharded parameters of a model that is gone, or that %%fsdp_model "
+                "did not shard; build the model and its optimizer again in a %%fsdp_model cell, "
+                f"or: del {name}"
+            )
+
+
+def _unbound(namespace: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Name optimizers of parameters that no name leads to: those of a part that was replaced."""
+    modules = reachable(namespace, nn.Module).values()
+    bound = {id(p) for module in modules for p in module.parameters()}
+    holders = (Optimizer, LRScheduler)
+    names = [n for n, v in namespace.items() if n[0] != "_" and not isinstance(v, holders)]
+    bound |= {id(tensor) for tensor in reachable(namespace, torch.Tensor, names=names).values()}
+    counts = {
+        name: sum(id(p) not in bound for p in parameters_of(optimizer))
+        for name, optimizer in optimizers.items()
+    }
+    return [
+        f"{name} holds {count} parameters that no model and no variable has; if a part of a model "
+        "was replaced, make the optimizer again"
+        for name, count in counts.items()
+        if count
+    ]
 
 
 def _unoptimized(models: list[ShardedModel], parameters: list[torch.Tensor]) -> list[str]:

@@ -35,7 +35,12 @@ from fsdp_magic.engine.rollback import Snapshot
 from fsdp_magic.engine.schedulers import Schedulers, find_schedulers
 from fsdp_magic.engine.step import AutomaticStep, Step, cleared_after_failure
 from fsdp_magic.engine.telemetry import MemoryWatch
-from fsdp_magic.engine.trained import Trained, find_trained, put_in_train_mode
+from fsdp_magic.engine.trained import (
+    Trained,
+    find_trained,
+    put_in_train_mode,
+    take_whole_from_rank_0,
+)
 from fsdp_magic.engine.weights import Weighing, label_counter
 from fsdp_magic.engine.world import World
 
@@ -123,6 +128,7 @@ class TrainingRun:
         self._models = [model for model in models.values() if model.alive]
         trained, notes = find_trained(self._namespace, self._models, manual=spec.manual)
         self._trained = trained
+        self._notes += take_whole_from_rank_0(trained, world)
         if spec.trial:
             self._put_back.callback(self._snapshot(trained, position))
         self._notes += notes + put_in_train_mode(self._models, trained)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from equality import assert_equal
-from programs import Program, in_one_process, on_engines
+from programs import Program, in_one_process, on_engines, trained
 
 STRATEGIES = ("full_shard", "shard_grad_op")
 NET = """
@@ -102,6 +102,33 @@ def test_after_a_forward_without_gradients_everything_is_a_shard(session, strate
     )
     assert session.pull("kinds", rank="all") == [{True}, {True}]
     assert torch.equal(session.pull("one"), session.pull("two"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_are_never_stale_after_an_optimizer_step(session, strategy):
+    """A forward with gradients, but without backward, leaves parameters gathered."""
+    session.model(NET, strategy=strategy, show=False)
+    session.run(
+        "x = torch.ones(2, 6, dtype=torch.float64)\n"
+        "model(x).sum().backward()\n"
+        "accuracy = model(x).detach()\n"
+        "optimizer.step()\n"
+        "after = model(x).detach()",
+        show=False,
+    )
+    session.run("again = model(x).detach()", show=False)
+    assert torch.equal(session.pull("after"), session.pull("again"))
+    assert not torch.equal(session.pull("after"), session.pull("accuracy"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_first_used_in_inference_mode_trains(session, strategy):
+    program = Program(built=NET, cell="x, y = batch\nloss = (model(x) - y).pow(2).mean()")
+    session.model(NET, strategy=strategy, show=False)
+    session.run(
+        "with torch.inference_mode():\n    model(torch.ones(2, 6, dtype=torch.float64))", show=False
+    )
+    assert_equal(trained(session, program), in_one_process(program), tolerance=1e-9)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -92,6 +92,17 @@ c = model.h[1].mlp(b)
 loss = (model.dec(c) + a - y).pow(2).mean() + model.spread(b).pow(2).mean()
 model(x)
 """,
+    "forward without a call": """
+loss = (model.forward(x) - y).pow(2).mean() + model.h[0].forward(model.enc.forward(x)).mean()
+""",
+    "checkpointed": """
+from torch.utils.checkpoint import checkpoint
+h = checkpoint(model.enc, x, use_reentrant=False)
+h = checkpoint(model.h[0].mlp, h, use_reentrant=False)
+h = checkpoint(model.h[1], h, use_reentrant=True)
+h = checkpoint(model.mean, h, use_reentrant=True)
+loss = (checkpoint(model, h, use_reentrant=False) - y).pow(2).mean() + model.dec(h).mean()
+""",
     "with some of it unused": """
 with torch.no_grad():
     target = model.enc(x) + model(x).mean()

@@ -9,16 +9,11 @@ global batch, so their sum is the gradient of the whole.
 
 from __future__ import annotations
 
-import itertools
 import weakref
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,7 +23,8 @@ from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
-from fsdp_magic.engine.parallel.methods import gather_around_calls
+from fsdp_magic.engine.parallel.methods import free_before_steps, gather_around_calls
+from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
 from fsdp_magic.engine.world import World
 
 
@@ -85,7 +81,9 @@ def shard(
     places = _places(module)
     _refuse_meta(module, name)
     module.to(world.device)
-    _take_from_rank_0(model, world)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    if take_from_rank_0(named, built=name, world=world):
+        model.notes.append(f"the ranks had built {name} differently; all have rank 0's weights now")
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -102,12 +100,24 @@ def shard(
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
     torch_private.settle_root(module)
-    for _, each in torch_private.units(module):
-        torch_private.count_missing_as_zero(each, model.used)
-    gather_around_calls(module)
-    torch_private.read_scalars_whole()
+    _prepare(model)
     replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
     return model, {key: new for key, new in replaced.items() if new is not None}
+
+
+def _prepare(model: ShardedModel) -> None:
+    """Let a sharded model behave as the person's own.
+
+    Collective: every rank must call this.
+    """
+    for _, unit in torch_private.units(model.module):
+        torch_private.count_missing_as_zero(unit, model.used)
+        torch_private.reduce_what_came_late(unit)
+        unit.unshard()  # what is gathered first in inference mode could never train
+        unit.reshard()
+    gather_around_calls(model.module)
+    free_before_steps(model.module)
+    torch_private.read_scalars_whole()
 
 
 @contextmanager
@@ -200,11 +210,14 @@ def _refuse_meta(module: nn.Module, name: str) -> None:
 def _refuse_mixed_dtypes(module: nn.Module, whole: set[nn.Parameter]) -> None:
     """Raise, naming all, if trainable parameters of one unit differ in dtype."""
     kept = {id(parameter) for parameter in whole}
-    units = blocks(module)
-    in_blocks = {id(p) for unit in units for p in unit.parameters()}
-    rest = [(n, p) for n, p in module.named_parameters() if id(p) not in in_blocks]
-    for named in (*(list(unit.named_parameters()) for unit in units), rest):
-        trained = [(n, p) for n, p in named if p.requires_grad and id(p) not in kept]
+    unit_of = {
+        id(p): number for number, unit in enumerate(blocks(module)) for p in unit.parameters()
+    }
+    units: dict[int | None, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in kept:
+            units.setdefault(unit_of.get(id(parameter)), []).append((name, parameter))
+    for trained in units.values():
         dtypes = {p.dtype for _, p in trained}
         if len(dtypes) > 1:
             listed = ", ".join(f"{n} ({str(p.dtype).removeprefix('torch.')})" for n, p in trained)
@@ -212,45 +225,6 @@ def _refuse_mixed_dtypes(module: nn.Module, whole: set[nn.Parameter]) -> None:
                 f"trainable parameters of one unit must have one dtype; these differ: {listed}; "
                 "make them one with .to(dtype) before they are sharded"
             )
-
-
-def _take_from_rank_0(model: ShardedModel, world: World) -> None:
-    """Give every rank rank 0's parameters and buffers, if they differ.
-
-    Collective: every rank must call this.
-    """
-    named = [*model.module.named_parameters(), *model.module.named_buffers()]
-    tensors = [tensor for _, tensor in named]
-    sums: list[Any] = [None] * world.world_size
-    dist.all_gather_object(sums, [(name, *_checksum(tensor)) for name, tensor in named])
-    if all(other == sums[0] for other in sums):
-        return
-    _refuse_other_shapes(model.name, sums)
-    for tensor in tensors:
-        dist.broadcast(tensor.data, src=0)
-    model.notes.append(
-        f"the ranks had built {model.name} differently; all have rank 0's weights now"
-    )
-
-
-def _refuse_other_shapes(model: str, ranks: list[list[tuple[Any, ...]]]) -> None:
-    """Raise, naming the first difference, if ranks built models of different structure."""
-    for rank, tensors in enumerate(ranks):
-        ours, theirs = ([entry[:-1] for entry in each] for each in (ranks[0], tensors))
-        if ours == theirs:
-            continue
-        pairs = itertools.zip_longest(ours, theirs, fillvalue=("nothing", "", ""))
-        first, second = next(pair for pair in pairs if pair[0] != pair[1])
-        raise FsdpError(
-            f"the ranks built {model} differently: rank 0 has {first[0]} {first[1]} {first[2]}, "
-            f"rank {rank} {second[0]} {second[1]} {second[2]}; build it alike on every rank"
-        )
-
-
-def _checksum(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return shape, dtype and a checksum over the bytes of a tensor."""
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return tuple(tensor.shape), tensor.dtype, zlib.crc32(content.data)
 
 
 def _set_divide_factor(models: list[ShardedModel], factor: float) -> None:

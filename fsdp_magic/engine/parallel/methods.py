@@ -1,9 +1,9 @@
 """ENGINE: calls of a sharded model other than its forward: ``vae.decode(z)``, ``model.enc(x)``.
 
-FSDP2 gathers a unit around the forward of the unit's own module. Here the same is done around
-the forward of every part of a unit, and around the methods of a person's classes that use
-parameters directly, when they are called from outside of the unit's forward. Inside it they are
-called as they are.
+FSDP2 gathers a unit when the unit's own module is called. Here the same is done around the
+forward of every part of a unit, around ``model.forward(x)`` without a call, and around the
+methods of a person's classes that use parameters directly, when they are called from outside of
+the unit's forward. Inside it they are called as they are.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import WITHOUT_FORWARD
 from fsdp_magic.engine.parallel.class_source import own_functions
 
+_FREED_BEFORE_STEPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
@@ -30,12 +32,29 @@ def gather_around_calls(root: nn.Module) -> None:
     """Make every part and method of a sharded model callable by itself."""
     for unit, module in _parts(root):
         _OWNERS[module] = weakref.ref(unit)
-        if module is not unit and not isinstance(module, WITHOUT_FORWARD):
+        if not isinstance(module, WITHOUT_FORWARD):
             _replace(module, "forward", _gathered(unit, module, "forward"))
         for name in _direct_methods(module):
             _replace(module, name, _given_tensors(_gathered(unit, module, name), module, name))
         if module is unit:
             module.register_forward_hook(_free_after_inference)
+
+
+def free_before_steps(root: nn.Module) -> None:
+    """Let no optimizer step leave gathered copies of a model's old weights behind.
+
+    A forward with gradients keeps parameters gathered for its backward; if none comes, the next
+    forward would use them as they were.
+    """
+    if not _FREED_BEFORE_STEPS:
+        register_optimizer_step_pre_hook(_free_gathered)
+    _FREED_BEFORE_STEPS.add(root)
+
+
+def _free_gathered(*_: object) -> None:
+    for root in list(_FREED_BEFORE_STEPS):
+        for unit in dict(torch_private.units(root)).values():
+            unit.reshard()
 
 
 def owner(module: nn.Module) -> nn.Module | None:

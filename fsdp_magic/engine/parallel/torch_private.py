@@ -275,6 +275,27 @@ def count_missing_as_zero(unit: Any, used: set[int]) -> None:
         group.post_backward = _noting(group.post_backward, group, used, fills=not knows_zeros)
 
 
+def reduce_what_came_late(unit: Any) -> None:
+    """Reduce a unit once more at the end of a backward if it was gathered after its reduction.
+
+    A reentrant checkpoint does that: it runs the unit's forward within backward, where torch
+    registers nothing, and the gradients would be added to those of the next step.
+    """
+    state = unit._get_fsdp_state()
+    final_callback = state._root_post_backward_final_callback
+
+    @functools.wraps(final_callback)
+    def final() -> None:
+        for each in state._state_ctx.all_states:
+            for group in _groups_of(each):
+                reduced = group._training_state is TrainingState.POST_BACKWARD
+                if reduced and group.is_unsharded and group.reshard_after_backward:
+                    group._training_state = TrainingState.PRE_BACKWARD
+        final_callback()
+
+    state._root_post_backward_final_callback = final
+
+
 def _noting(
     post_backward: Callable[..., None], group: Any, used: set[int], *, fills: bool
 ) -> Callable[..., None]:
