@@ -15,6 +15,7 @@ import torch
 Kind = TypeVar("Kind")
 _DEPTH = 4
 _LONGEST = 256
+_SHELL = ("IPython", "ipykernel", "ipyparallel")
 _CLOSED = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
     torch.Tensor, str, bytes, int, float, complex, bool, range, torch.device, torch.dtype,
@@ -61,11 +62,16 @@ def _search(
     if isinstance(value, kind):
         yield name, value
         return
-    if depth == 0 or isinstance(value, _CLOSED) or id(value) in seen:
+    if depth == 0 or isinstance(value, _CLOSED) or id(value) in seen or _is_the_shells(value):
         return
     seen.add(id(value))
     for part, item in _parts(value):
         yield from _search(item, f"{name}{part}", kind, depth - 1, seen)
+
+
+def _is_the_shells(value: Any) -> bool:
+    """Return whether a value is IPython's own, such as ``exit``, which leads back to every name."""
+    return type(value).__module__.partition(".")[0] in _SHELL
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
