@@ -6,6 +6,7 @@ must be told apart by the person, never guessed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -87,10 +88,12 @@ class Schedulers:
             if horizon is None or run is None:
                 continue
             done = int(scheduler.last_epoch)
-            if isinstance(scheduler, OneCycleLR) and done + run > horizon:
+            if _refuses_more(scheduler) and done + run > horizon:
+                after = f" after {done}" if done else ""
                 raise FsdpError(
                     f"{name} ends after {horizon} {self._every}s and refuses more; this run takes "
-                    f"{run:g} after {done} done: make it with total_steps={done + run:g}"
+                    f"{run:g}{after}: take fewer, or make it for {done + run:g} (total_steps="
+                    f"{_total_of_last(scheduler) + math.ceil(done + run) - horizon})"
                 )
             if self._every == "epoch" and first_step:
                 continue  # its epochs before this run are not known
@@ -100,12 +103,23 @@ class Schedulers:
                     + (f" after {done}" if done else "")
                 )
 
-    def note_waiting(self, *, evaluates: bool) -> None:
-        """Say which schedulers are never stepped because the run evaluates nothing."""
+    def check_waiting(self, *, evaluates: bool) -> None:
+        """Note which schedulers are never stepped because the run evaluates nothing.
+
+        Raises:
+            FsdpError: if one waits for something other than a loss.
+        """
         if self._waiting and not evaluates:
             self.notes.append(
                 f"{', '.join(self._waiting)} steps after an evaluation; add --eval-every N"
             )
+            return
+        for name, scheduler in self._waiting.items():
+            if getattr(scheduler, "mode", "min") == "max":
+                raise FsdpError(
+                    f"{name} has mode='max', and it is stepped with the loss of each evaluation, "
+                    "which falls; make it with mode='min'"
+                )
 
     def after_step(self, stepped: Iterable[Optimizer]) -> None:
         """Step those that count optimizer steps, of the optimizers that have just stepped."""
@@ -145,6 +159,20 @@ def _refuse_ambiguous(schedulers: Mapping[str, LRScheduler]) -> None:
                     f"{name} ({type(part).__name__}) may count steps or epochs; type "
                     "--scheduler-every step or --scheduler-every epoch"
                 )
+
+
+def _refuses_more(scheduler: Any) -> bool:
+    """Return whether a scheduler raises at a step after its last."""
+    if isinstance(scheduler, SequentialLR):
+        return _refuses_more(scheduler._schedulers[-1])
+    return isinstance(scheduler, OneCycleLR)
+
+
+def _total_of_last(scheduler: Any) -> int:
+    """Return the steps that the part which refuses more is made for."""
+    if isinstance(scheduler, SequentialLR):
+        return _total_of_last(scheduler._schedulers[-1])
+    return int(scheduler.total_steps)
 
 
 def _horizon(scheduler: Any) -> int | None:

@@ -272,7 +272,7 @@ class TrainingRun:
         per_epoch = None if data is None else data.steps_per_epoch
         epochs = None if steps is None or not per_epoch else steps / per_epoch
         schedulers.check(first_step=self._first_step, steps=steps, epochs=epochs)
-        schedulers.note_waiting(evaluates=spec.eval_every is not None)
+        schedulers.check_waiting(evaluates=spec.eval_every is not None)
         self._notes += schedulers.notes
         return schedulers
 

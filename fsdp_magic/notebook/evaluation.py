@@ -19,7 +19,7 @@ class Evaluation:
         metrics: over all samples, by name.
         collected: by name, one row per sample in the order of the data: an array where the cell
             bound tensors, else a list.
-        samples: how many there were.
+        samples: how many there were; 0 where batches have no number of samples.
         seconds: it took, on the slowest rank.
         notes: sentences a person should read.
     """
@@ -57,7 +57,8 @@ class Evaluation:
     def __repr__(self) -> str:
         loss = "" if self.loss is None else f"loss {self.loss:.4g}, "
         metrics = "".join(f"{name} {value:.4g}, " for name, value in self.metrics.items())
-        return f"<Evaluation: {loss}{metrics}{self.samples} samples, {self.seconds:.1f} s>"
+        samples = f"{self.samples} samples, " if self.samples else ""
+        return f"<Evaluation: {loss}{metrics}{samples}{self.seconds:.1f} s>"
 
 
 def _collected(pieces: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class EvaluationView:
         step: optimizer steps done when it was made.
         loss: over all samples; None: the cell bound none.
         metrics: likewise, by name.
-        samples: how many there were.
+        samples: how many there were; 0 where batches have no number of samples.
         seconds: it took.
         rows: number of rows collected, by name.
         notes: sentences a person should read.
@@ -98,7 +98,8 @@ def _heading(view: EvaluationView) -> str:
 def _figures(view: EvaluationView) -> list[tuple[str, str]]:
     figures = [] if view.loss is None else [("loss", figure_text(view.loss))]
     figures += [(shortened(name, 40), figure_text(value)) for name, value in view.metrics.items()]
-    figures += [("samples", f"{view.samples:,}"), ("seconds", seconds_text(view.seconds))]
+    figures += [("samples", f"{view.samples:,}")] if view.samples else []
+    figures.append(("time", seconds_text(view.seconds)))
     figures += [
         (f"collected {shortened(n, 40)}", f"{rows:,} rows") for n, rows in view.rows.items()
     ]

@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from fsdp_magic.core.options import options_of
-from fsdp_magic.core.specs import InitSpec, TrainSpec
+from fsdp_magic.core.specs import EvalSpec, InitSpec, TrainSpec
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook import magics, sessions
 
@@ -31,6 +31,14 @@ class FakeSession:
         self.runs.append(SimpleNamespace(state="done" if self.error is None else "failed"))
         self._note("train_from", args, options)
         return self.runs[-1]
+
+    def eval_from(self, *args: Any, **options: Any) -> str:
+        self._note("eval_from", args, options)
+        return "evaluation"
+
+    def number(self, flag: str, expression: str) -> float:
+        self._note("number", (flag, expression), {})
+        return self.values[expression]
 
     def pull(self, expression: str, **options: Any) -> Any:
         self._note("pull", (expression,), options)
@@ -131,6 +139,50 @@ def test_a_training_cell_becomes_a_spec(shell: InteractiveShell, session: FakeSe
     spec = TrainSpec(data="d", steps=3, accumulate=2)
     assert (verb, args) == ("train_from", (spec, "loss = 1\n"))
     assert run is session.runs[-1]
+
+
+def test_numbers_of_a_training_cell_may_be_given_by_name(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    session.values = {"n_steps": 7, "cfg.lr*2": 0.5}
+    ran(shell, "%%fsdp_train --steps n_steps --clip cfg.lr*2\nloss = 1\n")
+    asked = [args for verb, args, _ in session.calls if verb == "number"]
+    assert asked == [("--steps", "n_steps"), ("--max-grad-norm", "cfg.lr*2")]
+    assert session.calls[-1][1][0] == TrainSpec(steps=7, max_grad_norm=0.5)
+
+
+def test_an_evaluation_cell_becomes_a_spec(shell: InteractiveShell, session: FakeSession) -> None:
+    value = ran(shell, "%%fsdp_eval --data d --batch-size 2\nloss = 1\n")
+    [(verb, args, _)] = session.calls
+    assert (verb, args) == ("eval_from", (EvalSpec(data="d", micro_batch_size=2), "loss = 1\n"))
+    assert value == "evaluation"
+
+
+def test_an_evaluation_is_bound_to_its_name_and_not_shown_twice(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    assert ran(shell, "%%fsdp_eval -o found\nloss = 1\n") is None
+    assert shell.user_ns["found"] == "evaluation"
+
+
+@pytest.mark.parametrize(
+    ("log", "words"), [("nowhere", "is not there in the notebook"), ("5", "is a int")]
+)
+def test_a_log_that_is_no_function_is_refused_in_one_line(
+    shell: InteractiveShell, session: FakeSession, capsys: Any, log: str, words: str
+) -> None:
+    result = shell.run_cell(f"%%fsdp_train --log {log}\nloss = 1\n")
+    assert isinstance(result.error_in_exec, UsageError)
+    assert words in str(result.error_in_exec)
+    assert session.calls == []
+
+
+def test_log_takes_a_function_of_the_notebook(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    ran(shell, "class W:\n    def log(self, values, step): pass\nw = W()")
+    ran(shell, "%%fsdp_train --log w.log\nloss = 1\n")
+    assert session.calls[0][1][0].log == shell.user_ns["w"].log
 
 
 def test_a_run_is_bound_to_its_name_and_not_shown_twice(

@@ -103,7 +103,7 @@ def test_a_missing_value_is_asked_for(line: str) -> None:
         ("--steps many", "--steps 'many' is not a whole number"),
         ("--steps 1.5", "--steps '1.5' is not a whole number"),
         ("--steps=", "--steps '' is not a whole number"),
-        ("--clip big", "--clip 'big' is not a number"),
+        ("--clip big", "--max-grad-norm 'big' is not a number"),
         ("--steps -1", "--steps -1 cannot work"),
         ("--data d --no-shuffle=yes", "--no-shuffle takes no value"),
         ("--steps 1 --max-steps 2", "--max-steps is given twice"),
