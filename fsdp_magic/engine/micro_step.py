@@ -124,7 +124,7 @@ def _explained() -> Iterator[None]:
         if error.name in BINDABLE:
             error.add_note(
                 f"`{error.name}` is a name that this cell binds, so it is cleared before each "
-                "run of it; call a function or value of yours something else"
+                "run of it; give a function or value of yours another name"
             )
         raise
 

@@ -6,7 +6,7 @@ of theirs (``rank = 16`` of an adapter): while a cell runs it is hidden, afterwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,3 +56,21 @@ class Names:
                     del self.namespace[name]
                 else:
                     self.namespace[name] = self._own[name]
+
+    @contextmanager
+    def set_aside(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+        """Put a person's functions under names that a cell binds back afterwards.
+
+        ``loss = nn.MSELoss()`` would be gone for good; a number or a tensor under such a name is
+        what an earlier cell left, and is replaced.
+
+        Yields:
+            The names that are set aside for the first time.
+        """
+        own = {n: v for n in names if callable(v := self.namespace.get(n))}
+        first = tuple(name for name in own if name not in self._told)
+        self._told.update(first)
+        try:
+            yield first
+        finally:
+            self.namespace.update(own)

@@ -44,6 +44,7 @@ from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
+from fsdp_magic.engine.micro_step import BINDABLE
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp, torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
@@ -156,6 +157,26 @@ class Engine:
             finally:
                 _flush()
 
+    @contextmanager
+    def training_cell(
+        self, values: Mapping[str, Any], *, kept: bool, tick: Tick | None = None
+    ) -> Iterator[None]:
+        """Run a training or evaluation cell inside; see ``cell``.
+
+        Args:
+            values: names that it finds.
+            kept: whether the random state of training goes on from where it ends.
+            tick: called by the service thread.
+        """
+        with (
+            self.cell(values, tick=tick),
+            self.names.set_aside(BINDABLE) as aside,
+            self.randomness.in_place(kept=kept),
+        ):
+            if aside:
+                _say_hidden(aside)
+            yield
+
 
 def hello(engine: Engine, request: HelloRequest) -> Reply:
     """Say who this engine is."""
@@ -226,7 +247,7 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
     kept = not request.spec.trial
     values = {**engine.names_of_cells(), **run.names()}
     try:
-        with engine.cell(values, tick=run.tick), engine.randomness.in_place(kept=kept), run:
+        with engine.training_cell(values, kept=kept, tick=run.tick), run:
             cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
             asked = request.evaluation
             run.prepare(
@@ -266,7 +287,7 @@ def evaluate(engine: Engine, request: EvalRequest) -> Reply:
     }
     if request.spec.data is not None:
         names["batch"] = None
-    with engine.cell({**engine.names_of_cells(), **names}), engine.randomness.in_place(kept=False):
+    with engine.training_cell({**engine.names_of_cells(), **names}, kept=False):
         cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
         evaluator = Evaluator(
             cell=cell,

@@ -107,7 +107,7 @@ def test_a_sharded_tensor_is_made_whole(session):
 
 
 def test_a_gradient_is_made_whole(session):
-    """F36: ``p.grad.norm()`` in a cell would be this rank's part."""
+    """``p.grad.norm()`` in a cell would be this rank's part."""
     session.model(PAIRS, show=False)
     cell = """
 optimizer.zero_grad()

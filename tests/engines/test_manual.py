@@ -285,3 +285,17 @@ def test_options_that_are_the_cells_business_are_refused(session, options, messa
     with pytest.raises(UsageError) as caught:
         session.train("1", manual=True, show=False, **options)
     assert message in str(caught.value)
+
+
+def test_a_function_of_the_persons_under_a_name_that_a_cell_binds_is_back(session, capsys):
+    session.model(NET + "loss = nn.CrossEntropyLoss()\nmetrics = {'old': 1}", show=False)
+    with pytest.raises(CellFailedError) as caught:
+        session.train("loss = loss(model(batch[0]), batch[1])", data="data", show=False)
+    assert "`loss` is a name that this cell binds, so it is cleared" in str(caught.value)
+    assert session.pull("type(loss).__name__") == "CrossEntropyLoss"
+    session.train(LOSS, data="data")
+    assert session.pull("type(loss).__name__, 'metrics' in globals()") == (
+        "CrossEntropyLoss",
+        False,
+    )
+    assert capsys.readouterr().err.count("`loss`") <= 1, "said once"
