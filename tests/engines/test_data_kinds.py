@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -314,6 +316,27 @@ def test_workers_die_with_their_engine_and_peers_are_released_at_once(prepared, 
     assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
     assert seen_after < 1.0
     assert until_gone(workers_of(tmp_path)) == []
+
+
+ORPHANS = """
+import multiprocessing, os, signal
+from torch.utils.data import DataLoader
+from fsdp_magic.engine.workers import LoaderIterators, rebuilt
+
+loader = rebuilt(DataLoader(range(64), num_workers=2), seed=0)
+iterators = LoaderIterators(loader=loader)
+next(iterators.begin(0))
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_die_with_a_killed_process_by_themselves():
+    """Nobody need look after them; torch's own look takes up to 5 s."""
+    ended = subprocess.run([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, check=False)
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert len(pids) == 2
+    assert until_gone(pids, seconds=1.0) == []
 
 
 def test_a_persons_own_start_of_workers_is_kept(prepared, tmp_path):
