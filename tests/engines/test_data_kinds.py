@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -246,11 +248,19 @@ def workers_of(path):
     return [int(name) for name in os.listdir(path)]
 
 
+def runs(pid):
+    """Return whether a process runs: one that nobody has waited for yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def until_gone(pids, seconds=2.0):
     deadline = time.monotonic() + seconds
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return [pid for pid in pids if psutil.pid_exists(pid)]
+    return [pid for pid in pids if runs(pid)]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -314,6 +324,29 @@ def test_workers_die_with_their_engine_and_peers_are_released_at_once(prepared, 
     assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
     assert seen_after < 1.0
     assert until_gone(workers_of(tmp_path)) == []
+
+
+ORPHANS = """
+import multiprocessing, os, signal, sys
+from torch.utils.data import DataLoader
+from fsdp_magic.engine.workers import LoaderIterators, rebuilt
+
+loader = rebuilt(DataLoader(range(64), num_workers=2), seed=0)
+iterators = LoaderIterators(loader=loader)
+next(iterators.begin(0))
+with open(sys.argv[1], "w") as file:
+    print(*[child.pid for child in multiprocessing.active_children()], file=file)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_die_with_a_killed_process_by_themselves(tmp_path):
+    """Nobody need look after them; torch's own look takes up to 5 s."""
+    path = tmp_path / "pids"
+    subprocess.run([sys.executable, "-c", ORPHANS, str(path)], check=False)
+    pids = [int(pid) for pid in path.read_text().split()]
+    assert len(pids) == 2
+    assert until_gone(pids, seconds=1.0) == []
 
 
 def test_a_persons_own_start_of_workers_is_kept(prepared, tmp_path):
