@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import equality
 import pytest
 import torch
 from equality import assert_equal
@@ -126,3 +127,18 @@ def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(session, model, st
     assert idle
     for name in idle:
         assert torch.equal(measured.after[name], measured.before[name])
+
+
+# -- activation checkpointing by transformers itself
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_transformers_equals_one_process(session, reentrant, strategy):
+    case = equality.Case()
+    checkpointed = equality.Case(
+        model=case.model + "model.gradient_checkpointing_enable("
+        f"gradient_checkpointing_kwargs={{'use_reentrant': {reentrant}}})\n"
+    )
+    measured = equality.on_engines(session, checkpointed, accumulate=2, strategy=strategy)
+    assert_equal(measured, equality.single_process(case), tolerance=1e-9)

@@ -1,4 +1,4 @@
-"""The private names of torch that ``engine/parallel/torch_private.py`` needs are still there."""
+"""The private names of torch that ``engine/parallel/torch_private`` needs are still there."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ parameter = group.fsdp_params[0]
         "isinstance(parameter._unsharded_param, torch.nn.Parameter)",
         "parameter.unsharded_accumulated_grad is None",
         "model.reset_iter_state() is None",
+        "group.reduce_scatter_unused_params is True",
+        "group.post_forward_mesh_info is None and group.reshard_after_backward is True",
+        "group.is_sharded and not group.is_unsharded",
+        "group._training_state.name == state._training_state.name == 'IDLE'",
+        "[t.untyped_storage()._cdata > 0 for t in parameter.all_gather_outputs] == [True]",
+        "parameter.mesh_info.shard_mesh_size == 2 and parameter.mesh_info.shard_mesh_rank < 2",
+        "isinstance(parameter._module_info.module, torch.nn.Linear)",
+        "state._state_ctx.all_states == [state] and state._state_ctx.iter_forward_root is None",
+        "callable(state._pre_forward) and callable(state._post_forward)",
         "isinstance(torch.distributed.distributed_c10d._world.group_count, int)",
     ],
 )

@@ -53,8 +53,7 @@ def free_before_steps(root: nn.Module) -> None:
 
 def _free_gathered(*_: object) -> None:
     for root in list(_FREED_BEFORE_STEPS):
-        for unit in dict(torch_private.units(root)).values():
-            unit.reshard()
+        torch_private.free(root)
 
 
 def owner(module: nn.Module) -> nn.Module | None:

@@ -1,0 +1,58 @@
+"""ENGINE: the private names of torch that we need, in one place.
+
+Checked on torch 2.13.0. ``reset_iter_state`` is public there; for 2.11 and 2.12, which lack it,
+the fallback does what it does, after their source (torch/distributed/fsdp/_fully_shard).
+A test in ``tests/engines`` fails when one of them moves.
+"""
+
+from fsdp_magic.engine.parallel.torch_private.backward import (
+    _reset_iteration_state,
+    count_missing_as_zero,
+    forget_iteration,
+    reduce_what_came_late,
+)
+from fsdp_magic.engine.parallel.torch_private.forward import (
+    free_after_inference,
+    gathered_again_in_backward,
+    gathered_around,
+)
+from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
+from fsdp_magic.engine.parallel.torch_private.tensors import (
+    align_group_count,
+    read_scalars_whole,
+    storage_bytes,
+)
+from fsdp_magic.engine.parallel.torch_private.units import (
+    clear_gradients,
+    free,
+    held_gathered,
+    keep_writes,
+    parameter_groups,
+    settle_root,
+    sharded_of_unsharded,
+    units,
+    unsharded_parameters,
+)
+
+__all__ = [
+    "_reset_iteration_state",
+    "align_group_count",
+    "clear_gradients",
+    "count_missing_as_zero",
+    "forget_iteration",
+    "free",
+    "free_after_inference",
+    "gathered_again_in_backward",
+    "gathered_around",
+    "held_gathered",
+    "keep_writes",
+    "parameter_groups",
+    "read_scalars_whole",
+    "reduce_what_came_late",
+    "settle_root",
+    "sharded_of_unsharded",
+    "shut_down_workers",
+    "storage_bytes",
+    "units",
+    "unsharded_parameters",
+]

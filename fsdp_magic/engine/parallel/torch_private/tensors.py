@@ -1,0 +1,49 @@
+"""ENGINE: sharded tensors as numbers and bytes, and the count of process groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+
+
+def read_scalars_whole() -> None:
+    """Let ``.item()``, ``float()`` and ``bool()`` of a sharded tensor give the whole value.
+
+    torch gives each rank its own part of a sum that is not yet added up. Reading becomes
+    collective: every rank must do it.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _read_whole
+
+
+def _read_whole(
+    op_call: Any,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Any:
+    (tensor,) = args
+    assert isinstance(tensor, DTensor)
+    whole: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    return op_call(whole, **kwargs)
+
+
+def align_group_count() -> None:
+    """Let all ranks count process groups alike, so that the next ``new_group`` meets.
+
+    torch names a group by how many this rank has made, and a failure may have kept some ranks
+    from making one.
+
+    Collective: every rank must call this.
+    """
+    count = torch.tensor([distributed_c10d._world.group_count])
+    distributed_c10d.all_reduce(count, op=distributed_c10d.ReduceOp.MAX)
+    distributed_c10d._world.group_count = int(count)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor holds on this rank; of a DTensor, its shard's."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return int(local.numel() * local.element_size())

@@ -1,0 +1,111 @@
+"""ENGINE: the units of a sharded model, their parameters and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def units(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each FSDP unit of a model: its dotted name and the module."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module
+
+
+def parameter_groups(unit: Any) -> list[Any]:
+    """Return the parameter groups of one FSDP unit (one, or none for a unit without any)."""
+    return groups_of(unit._get_fsdp_state())
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of the state of one FSDP unit."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # plural since 2.12
+    if groups is None:
+        single = getattr(state, "_fsdp_param_group", None)
+        groups = [] if single is None else [single]
+    return list(groups)
+
+
+def unsharded_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the gathered parameters that gradients of a model arrive at, of units that ran."""
+    for _, unit in units(model):
+        for group in parameter_groups(unit):
+            for parameter in group.fsdp_params:
+                leaf = getattr(parameter, "_unsharded_param", None)
+                if leaf is not None and leaf.requires_grad:
+                    yield leaf
+
+
+def sharded_of_unsharded(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the sharded parameter by the id of the one a forward sees in its place.
+
+    An optimizer built between a forward and the next reshard holds the latter, and would train
+    nothing.
+    """
+    return {
+        id(parameter._unsharded_param): parameter.sharded_param
+        for _, unit in units(model)
+        for group in parameter_groups(unit)
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    }
+
+
+def settle_root(root: Any) -> None:
+    """Make a module the root of its units now, not at its first forward.
+
+    Else the first forward of anything decides, and a block that is called by itself before the
+    whole model would become a root of its own.
+    """
+    root._get_fsdp_state()._lazy_init()
+
+
+def free(root: Any) -> None:
+    """Free whatever a model has gathered, outside of its forward."""
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in groups_of(state):
+            if not group.is_sharded:
+                group.reshard()
+
+
+@contextmanager
+def held_gathered(group: Any) -> Iterator[None]:
+    """Gather a group's parameters, and let no forward or backward inside free them."""
+    mesh, backward = group.post_forward_mesh_info, group.reshard_after_backward
+    group.post_forward_mesh_info, group.reshard_after_backward = None, False
+    try:
+        group.unshard()
+        group.wait_for_unshard()
+        yield
+    finally:
+        group.post_forward_mesh_info, group.reshard_after_backward = mesh, backward
+        group._to_sharded()
+
+
+def keep_writes(group: Any) -> None:
+    """Copy what was written into gathered parameters to the shards."""
+    for parameter in group.fsdp_params:
+        shard = parameter.sharded_param.detach().to_local()
+        parts = parameter._unsharded_param.detach().chunk(parameter.mesh_info.shard_mesh_size)
+        rank = parameter.mesh_info.shard_mesh_rank
+        if rank >= len(parts) or torch.equal(parts[rank].to(shard.dtype), shard):
+            continue
+        shard.copy_(parts[rank])
+
+
+def clear_gradients(group: Any, modules: set[nn.Module]) -> None:
+    """Drop what a group's parameters in some modules have of gradients, gathered and sharded."""
+    for parameter in group.fsdp_params:
+        info = parameter._module_info
+        if modules.isdisjoint((info.module, *info.shared_modules)):
+            continue
+        parameter.sharded_param.grad = None
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
