@@ -246,9 +246,17 @@ class HelloReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """What ``%%fsdp_model`` did on one rank: a placement for each model it sharded."""
+    """What ``%%fsdp_model`` did on one rank.
+
+    Attributes:
+        placements: of each model that it sharded, or else left alone.
+        starts_anew: whether it sharded any, so that steps count from 0 again.
+        result: text of the last expression.
+        notes: sentences a person should read.
+    """
 
     placements: tuple[Placement, ...]
+    starts_anew: bool = True
     result: str | None = None
     notes: tuple[str, ...] = ()
 

@@ -16,6 +16,7 @@ from fsdp_magic.engine.data import Data, StepBatches
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.records import Records, StepResult
+from fsdp_magic.engine.rollback import StepUndo
 from fsdp_magic.engine.step import Step
 from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.weights import Weighing, Weights
@@ -47,6 +48,7 @@ class StepLoop:
         handle: the ``fsdp`` of the cell, which may ask to stop.
         stopping: whether the person has asked this run to stop.
         aftermath: what follows a step.
+        undo: puts back what a step that is not finished has changed.
         records: of the steps.
         stopped: whether the run ended at the person's wish.
         micro_batch_size: samples of the first micro-batch.
@@ -62,6 +64,7 @@ class StepLoop:
     handle: FsdpInCells
     stopping: Callable[[], bool]
     aftermath: Aftermath
+    undo: StepUndo
     records: Records = field(default_factory=Records)
     stopped: bool = False
     micro_batch_size: int | None = None
@@ -81,16 +84,19 @@ class StepLoop:
         for step in itertools.count(first_step):
             # ranks whose data differs in length must still take the same number of steps
             over = total_steps is not None and step == first_step + total_steps
-            batches = None if over else self._take()
-            turned = not over and (batches is None or batches.epoch != self.epoch)
-            turned = turned and not turned_already
-            weights, turned = self._agree_to_start(batches, turned=turned)
-            if turned:
-                self.aftermath.after_epoch(step - 1)
-            if weights is None or batches is None:
-                self._note_early_end(step - first_step, total_steps)
-                return
-            self._take_step(step, batches, weights)
+            with self.undo.unless_kept():
+                batches = None if over else self._take()
+                turned = not over and (batches is None or batches.epoch != self.epoch)
+                turned = turned and not turned_already
+                weights, turned = self._agree_to_start(batches, turned=turned)
+                if turned:
+                    self.aftermath.after_epoch(step - 1)
+                if weights is None or batches is None:
+                    self._note_early_end(step - first_step, total_steps)
+                    return
+                result = self._take_step(step, batches, weights)
+            self.records.add(result)
+            self.aftermath.after_step(step, result)
             turned_already = self.data is not None and bool(batches.ends_epoch)
             if turned_already:
                 self.aftermath.after_epoch(step)
@@ -135,15 +141,15 @@ class StepLoop:
             total = self.micro_steps * self.world.world_size
         return self.weighing.agreed(counts, total, counted=counted), turned
 
-    def _take_step(self, step: int, batches: StepBatches, weights: Weights) -> None:
+    def _take_step(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
         self.epoch = batches.epoch
         if self.data is not None and self.micro_batch_size is None:
             self.micro_batch_size = batches.counts[0]
         result = self.step.take(step, batches, weights)
         if self.data is not None:
             self.data.commit()
-        self.records.add(result)
-        self.aftermath.after_step(step, result)
+        self.undo.keep()
+        return result
 
     def _note(self, note: str) -> None:
         if note not in self.notes:

@@ -1,13 +1,16 @@
-"""ENGINE: what a trial run puts back: everything that training changes.
+"""ENGINE: what a failed step and a trial run put back.
 
-A snapshot is a copy of this rank's part: shards, buffers, optimizer and scheduler state. It is
-taken in memory on the device.
+A step that is not finished has changed random states and module buffers, and ``StepUndo`` keeps
+those from before it; weights and optimizer state change only once all ranks agree. A trial changes
+everything: its ``Snapshot`` is a copy of this rank's part of it, in memory on the device.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +18,81 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from fsdp_magic.engine import randomness
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A buffer of a module as it was: where it is kept, its content, and its version then."""
+
+    owner: nn.Module
+    name: str
+    buffer: torch.Tensor
+    kept: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, owner: nn.Module, name: str, buffer: torch.Tensor) -> _Buffer:
+        return cls(owner, name, buffer, buffer.detach().clone(), buffer._version)
+
+    @property
+    def moved(self) -> bool:
+        """Whether it was written to, or replaced."""
+        now = self.owner._buffers.get(self.name)
+        return now is not self.buffer or now._version != self.version
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        self.owner._buffers[self.name] = self.buffer  # the cell may have bound another one
+        self.buffer.copy_(self.kept)
+
+
+class StepUndo:
+    """What a step that is not finished puts back: random states and buffers.
+
+    Most buffers are constants, such as a causal mask, and some are large. So all are kept for the
+    first step of a run only, and later those that it moved.
+
+    Args:
+        modules: whose buffers are kept.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places = _places_of_buffers(modules)
+        self._is_first = True
+        self._buffers: list[_Buffer] = []
+        self._random: dict[str, Any] | None = None
+
+    @contextmanager
+    def unless_kept(self) -> Iterator[None]:
+        """Put everything back after the inside, unless it has called ``keep``."""
+        self._random = randomness.capture()
+        self._buffers = [
+            _Buffer.of(owner, name, buffer)
+            for owner, name in self._places
+            if (buffer := owner._buffers.get(name)) is not None
+        ]
+        try:
+            yield
+        finally:
+            if self._random is not None:
+                randomness.restore(self._random)
+                for each in self._buffers:
+                    each.put_back()
+
+    def keep(self) -> None:
+        """Say that the step is finished."""
+        self._random = None
+        if self._is_first:
+            self._places = [(each.owner, each.name) for each in self._buffers if each.moved]
+            self._is_first = False
+        self._buffers = []
+
+
+def _places_of_buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    parts = {id(part): part for module in modules for part in module.modules()}
+    return [(part, name) for part in parts.values() for name in part._buffers]
 
 
 class Snapshot:
@@ -38,13 +116,11 @@ class Snapshot:
         tensors = {id(p): p for p in parameters}
         for module in self._modules:
             tensors |= {id(p): p for p in module.parameters()}
-        self._parameters = [(tensor, _copy(tensor)) for tensor in tensors.values()]
+        self._parameters = [(each, _copy(each), _gradient(each)) for each in tensors.values()]
         self._buffers = [
-            (owner, name, buffer, buffer.detach().clone())
-            for module in self._modules
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
+            _Buffer.of(owner, name, buffer)
+            for owner, name in _places_of_buffers(self._modules)
+            if (buffer := owner._buffers[name]) is not None
         ]
         self._modes = [(m, m.training) for module in self._modules for m in module.modules()]
         self._optimizers = [(each, _state_of(each)) for each in optimizers]
@@ -53,12 +129,11 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        for tensor, kept in self._parameters:
-            _local(tensor).copy_(kept)
-            tensor.grad = None
-        for owner, name, buffer, kept in self._buffers:
-            owner._buffers[name] = buffer  # the cell may have bound another one
-            buffer.copy_(kept)
+        for tensor, content, gradient in self._parameters:
+            _local(tensor).copy_(content)
+            tensor.grad = gradient
+        for each in self._buffers:
+            each.put_back()
         for module, mode in self._modes:
             module.training = mode
         for optimizer, (groups, state) in self._optimizers:
@@ -76,6 +151,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return _local(tensor).detach().clone()
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if tensor.grad is None else tensor.grad.detach().clone()
 
 
 def _state_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[Any, Any]]:

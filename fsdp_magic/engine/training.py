@@ -31,7 +31,7 @@ from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.reachable import reachable
-from fsdp_magic.engine.rollback import Snapshot
+from fsdp_magic.engine.rollback import Snapshot, StepUndo
 from fsdp_magic.engine.schedulers import Schedulers, find_schedulers
 from fsdp_magic.engine.step import AutomaticStep, Step, cleared_after_failure
 from fsdp_magic.engine.telemetry import MemoryWatch
@@ -161,14 +161,14 @@ class TrainingRun:
             handle=self._handle,
             stopping=self._stopping,
             aftermath=self._after,
+            undo=StepUndo(self._modules()),
         )
 
     def _snapshot(self, trained: Trained, position: Position) -> Callable[[], None]:
         """Return what puts everything back that a trial changes."""
         mark = position.mark()
-        bound = reachable(self._namespace, nn.Module).values()
         snapshot = Snapshot(
-            [*(model.module for model in self._models), *bound],
+            self._modules(),
             trained.parameters,
             trained.optimizers.values(),
             reachable(self._namespace, LRScheduler).values(),
@@ -179,6 +179,11 @@ class TrainingRun:
             position.back(mark)
 
         return put_back
+
+    def _modules(self) -> list[nn.Module]:
+        """Return the sharded models and every other module that names lead to."""
+        bound = reachable(self._namespace, nn.Module).values()
+        return [*(model.module for model in self._models), *bound]
 
     def _step(self, cell: Cell, trained: Trained, *, has_data: bool) -> Step:
         """Return how a step is taken, with the guards that watch the cell."""

@@ -232,7 +232,8 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
         for model in left
     )
     return Reply(
-        rank=engine.world.rank, report=ModelReport(placements=shown, result=text, notes=notes)
+        rank=engine.world.rank,
+        report=ModelReport(placements=shown, starts_anew=bool(wanted), result=text, notes=notes),
     )
 
 

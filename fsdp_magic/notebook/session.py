@@ -201,7 +201,8 @@ class Session:
             "model", self._everywhere(request), write=display.write if show else display.discard
         )
         report = replies[0].report
-        self._newest_run = None  # a new model starts at step 0
+        if report.starts_anew:  # a new model starts at step 0
+            self._newest_run = None
         placements: tuple[Placement, ...] = report.placements
         for placement in placements if show else ():
             display.show(mosaic.html(placement), mosaic.text(placement))
