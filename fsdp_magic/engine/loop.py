@@ -51,6 +51,7 @@ class StepLoop:
         undo: puts back what a step that is not finished has changed.
         records: of the steps.
         stopped: whether the run ended at the person's wish.
+        finished_by_cell: whether it ended because the cell called ``fsdp.stop()`` on some rank.
         micro_batch_size: samples of the first micro-batch.
         epoch: of the newest step.
         notes: sentences a person should read.
@@ -67,6 +68,7 @@ class StepLoop:
     undo: StepUndo
     records: Records = field(default_factory=Records)
     stopped: bool = False
+    finished_by_cell: bool = False
     micro_batch_size: int | None = None
     epoch: int = 0
     notes: list[str] = field(default_factory=list)
@@ -130,8 +132,8 @@ class StepLoop:
         known = sum(count for count in counts if count is not None)
         agreed, total = self.world.vote.take(flags, count=0 if None in counts else known)
         turned = Flag.NEW_EPOCH in agreed
-        if Flag.STOP in agreed:
-            self.stopped = True
+        self.stopped = Flag.STOP in agreed
+        self.finished_by_cell = Flag.FINISH in agreed
         if Flag.STOP in agreed or Flag.FINISH in agreed or Flag.NO_BATCH in agreed:
             return None, turned and Flag.STOP not in agreed
         counted = Flag.UNCOUNTED not in agreed
@@ -157,8 +159,11 @@ class StepLoop:
 
     def _note_early_end(self, steps: int, total_steps: int | None) -> None:
         """Say so if data ended before the steps that were asked for."""
-        wanted = self.stopped or self.handle.stopping
-        if total_steps is not None and steps < total_steps and not wanted:
+        if total_steps is None or steps >= total_steps or self.stopped:
+            return
+        if self.finished_by_cell:
+            self._note(f"fsdp.stop() ended the run after {steps} of {total_steps} steps")
+        else:
             self._note(f"the data ended after {steps} of {total_steps} steps")
 
 

@@ -111,9 +111,16 @@ class TrainingView:
         return self.state in ("done", "stopped", "failed")
 
     @property
+    def percentage(self) -> str:
+        """The progress as text; of a run that its cell ended early, nothing: it is done."""
+        if self.progress is None or (self.state == "done" and self.progress < 1):
+            return ""
+        return f" {percent_text(100 * self.progress)}"
+
+    @property
     def progress(self) -> float | None:
         """The part of this run that is done, 0 to 1; None: not known."""
-        if self.state == "done":
+        if self.state == "done" and (self.total_steps is None or self.steps >= self.total_steps):
             return 1.0
         if self.state == "starting":
             return None
@@ -140,11 +147,10 @@ def html(view: TrainingView) -> str:
 def text(view: TrainingView) -> str:
     """Return a frame as text."""
     sign, word, _ = STATES[view.state]
-    done = "" if view.progress is None else f" {percent_text(100 * view.progress)}"
     figures = [f"{name} {value}" for name, value in _figures(view)]
     return "\n".join(
         [
-            f"{sign} {word}{done}  {batch_text(view)}",
+            f"{sign} {word}{view.percentage}  {batch_text(view)}",
             "  ".join(figures[:4]),
             "  ".join(figures[4:]),
             *_more(view),
@@ -178,11 +184,10 @@ def _history(view: TrainingView) -> LossHistory:
 
 def _headline(view: TrainingView) -> str:
     sign, word, colour = STATES[view.state]
-    done = "" if view.progress is None else f" {percent_text(100 * view.progress)}"
     tip = "micro-batch size × accumulation steps × data-parallel size"
     return (
         '<div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0px 16px">'
-        f'<b style="white-space:nowrap;{NUMBERS}">{icon(sign, colour)} {word}{done} </b>'
+        f'<b style="white-space:nowrap;{NUMBERS}">{icon(sign, colour)} {word}{view.percentage} </b>'
         f'<span title="{tip}" style="white-space:nowrap;opacity:.7;{NUMBERS}">'
         f"{escape(batch_text(view))} </span></div>"
     )
