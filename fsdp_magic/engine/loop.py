@@ -70,6 +70,8 @@ class StepLoop:
     micro_batch_size: int | None = None
     epoch: int = 0
     notes: list[str] = field(default_factory=list)
+    _is_wanted: bool = False
+    """Whether the person or the cell, on any rank, has asked for the run to end."""
 
     def run(self, *, first_step: int, total_steps: int | None) -> None:
         """Take steps until their number is reached, the data ends, or a rank wants to stop.
@@ -130,6 +132,7 @@ class StepLoop:
         known = sum(count for count in counts if count is not None)
         agreed, total = self.world.vote.take(flags, count=0 if None in counts else known)
         turned = Flag.NEW_EPOCH in agreed
+        self._is_wanted = Flag.STOP in agreed or Flag.FINISH in agreed
         if Flag.STOP in agreed:
             self.stopped = True
         if Flag.STOP in agreed or Flag.FINISH in agreed or Flag.NO_BATCH in agreed:
@@ -157,8 +160,7 @@ class StepLoop:
 
     def _note_early_end(self, steps: int, total_steps: int | None) -> None:
         """Say so if data ended before the steps that were asked for."""
-        wanted = self.stopped or self.handle.stopping
-        if total_steps is not None and steps < total_steps and not wanted:
+        if total_steps is not None and steps < total_steps and not self._is_wanted:
             self._note(f"the data ended after {steps} of {total_steps} steps")
 
 
