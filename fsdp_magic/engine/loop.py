@@ -72,6 +72,7 @@ class StepLoop:
     micro_batch_size: int | None = None
     epoch: int = 0
     notes: list[str] = field(default_factory=list)
+    """Whether the person or the cell, on any rank, has asked for the run to end."""
 
     def run(self, *, first_step: int, total_steps: int | None) -> None:
         """Take steps until their number is reached, the data ends, or a rank wants to stop.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ipyparallel.datapub import publish_data
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import PROGRESS_KEY, TrainRequest
 from fsdp_magic.core.specs import EvalSpec
 from fsdp_magic.core.telemetry import DeviceSample, EvaluationRecord, ProgressReport, RunReport
@@ -255,7 +256,8 @@ class TrainingRun:
             models=self._models,
             stopping=self._stopping,
         )
-        evaluator.check()
+        with _explained_for(spec.eval_data):
+            evaluator.check()
 
         def evaluated(step: int) -> EvaluationRecord | None:
             with evaluator.within_training():
@@ -381,6 +383,19 @@ class TrainingRun:
 
     def _evaluations(self) -> tuple[EvaluationRecord, ...]:
         return () if self._after is None else tuple(self._after.evaluations)
+
+
+@contextmanager
+def _explained_for(eval_data: str | None) -> Iterator[None]:
+    """Say of data that cannot be evaluated that ``--eval-data`` named them."""
+    try:
+        yield
+    except FsdpError as error:
+        if eval_data is None:
+            raise
+        text = str(error).replace("--data", "--eval-data")
+        named = text if "--eval-data" in text else f"--eval-data {eval_data}: {text}"
+        raise FsdpError(named) from None
 
 
 def _mean(samples: list[DeviceSample]) -> DeviceSample:

@@ -87,3 +87,13 @@ def _gathered(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_gathered(item) for item in value)
     return value
+
+
+def number_or_type(value: Any) -> float | str:
+    """Return a number, also one of numpy or torch, as one of Python; of anything else its type."""
+    is_tensor = isinstance(value, torch.Tensor)
+    size = value.numel() if is_tensor else getattr(value, "size", None)  # numpy scalars have one
+    if hasattr(value, "item") and size == 1:
+        value = value.item()
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number else type(value).__name__

@@ -39,6 +39,7 @@ from fsdp_magic.notebook.world import plan_world
 from fsdp_magic.panels import mosaic, status
 
 PULL_LIMIT_BYTES = GIB
+_NUMBER_OF = "__import__('fsdp_magic.engine.values', fromlist=['values']).number_or_type(({}))"
 
 
 class Session:
@@ -413,19 +414,17 @@ class Session:
             UsageError: if it is no number there, or not the same one on every rank.
         """
         try:
-            values = self.pull(expression, rank="all")
+            values = self.pull(_NUMBER_OF.format(expression), rank="all")
         except CellFailedError as error:
             reason = next(iter(error.exceptions.values())).message
             raise UsageError(
                 f"{flag} {expression} is no number on the engines ({reason}); type a number, or "
                 "bind the name in a %%fsdp cell"
             ) from None
-        values = [_plain(value) for value in values]
-        wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (int, float))]
+        wrong = [value for value in values if isinstance(value, str)]
         if wrong:
             raise UsageError(
-                f"{flag} {expression} is a {type(wrong[0]).__name__} on the engines; it must be a "
-                "number"
+                f"{flag} {expression} is a {wrong[0]} on the engines; it must be a number"
             )
         if len(set(values)) > 1:
             raise UsageError(
@@ -450,14 +449,6 @@ _LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
 def _shut_all_down() -> None:
     for session in list(_LIVE):
         session.shutdown()
-
-
-def _plain(value: Any) -> Any:
-    """Return a number of numpy or torch as one of Python; anything else as it is."""
-    if not hasattr(value, "item"):
-        return value
-    count = value.numel() if hasattr(value, "numel") else value.size
-    return value.item() if count == 1 else value
 
 
 def _show_results(outputs: Sequence[CellOutput], output: Output) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from fsdp_magic.core.telemetry import EvaluationRecord
 from fsdp_magic.core.units import seconds_text
 from fsdp_magic.panels.parts import (
     NUMBERS,
+    RED,
     SMALL,
     card,
     escape,
@@ -47,16 +49,17 @@ class EvaluationView:
 def html(view: EvaluationView) -> str:
     """Return it as HTML."""
     tiles = "".join(
-        '<div style="flex:0 1 auto;min-width:78px">'
+        '<div style="flex:0 1 auto;min-width:78px;white-space:nowrap">'
         f'<div style="{SMALL};line-height:15px">{escape(name)} </div>'
-        f'<b style="{NUMBERS}">{escape(value)} </b></div>'
+        f'<b style="{NUMBERS}{_warning(value)}">{figure_text(value)} </b></div>'
         for name, value in _figures(view)
     )
     content = (
         '<div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0px 16px;'
         f'margin-bottom:4px"><b>{escape(_heading(view))} </b>'
-        f'<span style="{SMALL};{NUMBERS}">{escape(view.stamp)} </span></div>'
-        f'<div style="display:flex;flex-wrap:wrap;gap:2px 20px">{tiles}</div>'
+        f'<span style="{SMALL};{NUMBERS}">{escape(one_line(view.stamp))} </span></div>'
+        + (f'<div style="display:flex;flex-wrap:wrap;gap:4px 24px">{tiles}</div>' if tiles else "")
+        + f'<div style="margin-top:6px;{SMALL};{NUMBERS}">{escape(_size(view))} </div>'
         + notes_html(view.notes)
     )
     return card(content, label="Evaluation")
@@ -64,9 +67,9 @@ def html(view: EvaluationView) -> str:
 
 def text(view: EvaluationView) -> str:
     """Return the same as text."""
-    figures = [f"{name} {value}" for name, value in _figures(view)]
-    lines = [f"{_heading(view)}  {one_line(view.stamp)}", "  ".join(figures)]
-    return "\n".join([*lines, *(one_line(note) for note in view.notes)])
+    figures = metrics_text(dict(_figures(view)))
+    lines = [f"{_heading(view)}  {one_line(view.stamp)}", figures, _size(view)]
+    return "\n".join([*filter(None, lines), *(one_line(note) for note in view.notes)])
 
 
 def training_lines(
@@ -95,12 +98,24 @@ def _heading(view: EvaluationView) -> str:
     return f"Evaluation after step {view.step:,}"
 
 
-def _figures(view: EvaluationView) -> list[tuple[str, str]]:
-    figures = [] if view.loss is None else [("loss", figure_text(view.loss))]
-    figures += [(shortened(name, 40), figure_text(value)) for name, value in view.metrics.items()]
-    figures += [("samples", f"{view.samples:,}")] if view.samples else []
-    figures.append(("time", seconds_text(view.seconds)))
-    figures += [
-        (f"collected {shortened(n, 40)}", f"{rows:,} rows") for n, rows in view.rows.items()
-    ]
-    return figures
+def _figures(view: EvaluationView) -> list[tuple[str, float]]:
+    loss = [] if view.loss is None else [("loss", view.loss)]
+    return [*loss, *((shortened(name, 40), value) for name, value in view.metrics.items())]
+
+
+def _warning(value: float) -> str:
+    return "" if math.isfinite(value) else f";color:{RED}"
+
+
+def _size(view: EvaluationView) -> str:
+    """Return how much was read and collected: ``13 samples, 0.4 s, collected label: 13 rows``."""
+    many = "s" if view.samples != 1 else ""
+    parts = [f"{view.samples:,} sample{many}"] if view.samples else []
+    short = view.seconds < 60
+    parts.append(f"{view.seconds:.1f} s" if short else seconds_text(view.seconds))
+    names_by_rows: dict[int, list[str]] = {}
+    for name, rows in view.rows.items():
+        names_by_rows.setdefault(rows, []).append(shortened(name, 40))
+    for rows, names in names_by_rows.items():
+        parts.append(f"collected {', '.join(names)}: {rows:,} row{'s' if rows != 1 else ''}")
+    return " · ".join(parts)

@@ -115,6 +115,57 @@ def test_a_bad_value_is_refused_in_one_line(line: str, message: str) -> None:
     assert message in refused(line)
 
 
+def numbers(flag: str, expression: str) -> float:
+    """Stand in for the engines."""
+    known = {"n": 6, "cfg.batch": 4, 'h["clip"]': 0.5, "len(data) // 8": 12, "-n": -6}
+    if expression not in known:
+        raise UsageError(f"{flag} {expression} is no number on the engines")
+    return known[expression]
+
+
+@pytest.mark.parametrize(
+    ("line", "spec"),
+    [
+        ("--steps n", TrainSpec(steps=6)),
+        ("--data d --micro-batch-size cfg.batch", TrainSpec(data="d", micro_batch_size=4)),
+        ('--clip h["clip"]', TrainSpec(max_grad_norm=0.5)),
+        ("--steps 'len(data) // 8'", TrainSpec(steps=12)),
+        ("--data d --eval-every epoch", TrainSpec(data="d", eval_every="epoch")),
+        ("--data d --eval-every EPOCH", TrainSpec(data="d", eval_every="epoch")),
+        ("--eval-every n", TrainSpec(eval_every=6)),
+        ("--eval-every 3", TrainSpec(eval_every=3)),
+        ("--timeout 1.5", TrainSpec(timeout=1.5)),
+    ],
+)
+def test_a_number_may_be_given_by_its_name(line: str, spec: TrainSpec) -> None:
+    assert parse(line, TrainSpec, magic="%%fsdp_train", numbers=numbers) == spec
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--steps m", "--steps m is no number on the engines"),
+        ("--steps -n", "--steps -6 cannot work"),
+        ("--steps 1.5", "--steps '1.5' is not a whole number"),
+        ("--steps 6x", "--steps '6x' is not a whole number"),
+        ("--steps n n", "%%fsdp_train does not take 'n'"),
+        ("--eval-every 2.5", "--eval-every '2.5' is not a whole number"),
+    ],
+)
+def test_what_stands_for_no_number_is_refused(line: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(line, TrainSpec, magic="%%fsdp_train", numbers=numbers)
+    assert message in str(caught.value)
+
+
+def test_numbers_are_asked_for_only_where_a_name_is_typed() -> None:
+    def never(flag: str, expression: str) -> float:
+        raise AssertionError(flag)
+
+    line = "--data n --steps 3 --loss sum --eval-data n --eval-every epoch --after-step n -o n"
+    assert parse(line, TrainSpec, magic="%%fsdp_train", numbers=never).steps == 3
+
+
 def test_a_magic_without_options_says_so() -> None:
     assert "it takes no options" in refused("--all", EmptySpec, "%fsdp_status")
 

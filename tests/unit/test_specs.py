@@ -7,6 +7,7 @@ import pytest
 from fsdp_magic.core.options import options_of
 from fsdp_magic.core.specs import (
     EmptySpec,
+    EvalSpec,
     InitSpec,
     ModelSpec,
     NamesSpec,
@@ -19,7 +20,17 @@ from fsdp_magic.core.specs import (
 from fsdp_magic.core.units import GIB
 from fsdp_magic.errors import UsageError
 
-SPECS = (InitSpec, ModelSpec, NamesSpec, PullSpec, RunSpec, ShardsSpec, TrainSpec, EmptySpec)
+SPECS = (
+    EvalSpec,
+    InitSpec,
+    ModelSpec,
+    NamesSpec,
+    PullSpec,
+    RunSpec,
+    ShardsSpec,
+    TrainSpec,
+    EmptySpec,
+)
 
 REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (InitSpec, {"n": 0}, "-n 0"),
@@ -48,6 +59,59 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (TrainSpec, {"no_shuffle": True}, "--no-shuffle needs data"),
     (TrainSpec, {"micro_batch_size": 4}, "--micro-batch-size needs data"),
     (TrainSpec, {"output": "a b"}, "-o 'a b'"),
+    (TrainSpec, {"output": "if"}, "-o 'if' is not a name; give one such as -o run"),
+    (TrainSpec, {"timeout": 0}, "--timeout 0 cannot work"),
+    (TrainSpec, {"loss": "median"}, "--loss 'median' is not known; it takes mean, tokens, sum"),
+    (TrainSpec, {"nan": "ignore"}, "--nan 'ignore' is not known; it takes show, stop"),
+    (TrainSpec, {"scheduler_every": "batch"}, "'batch' is not known; it takes step, epoch"),
+    (TrainSpec, {"data": "d", "data_sharding": "some"}, "'some' is not known; it takes auto, none"),
+    (TrainSpec, {"data_sharding": "none"}, "--data-sharding needs data; add --data NAME"),
+    (TrainSpec, {"tokens_per_batch": 100}, "--tokens-per-batch needs data"),
+    (TrainSpec, {"global_batch_size": 8}, "--global-batch-size needs data"),
+    (TrainSpec, {"data": "d", "global_batch_size": 0}, "--global-batch-size 0 cannot work"),
+    (TrainSpec, {"data": "d", "tokens_per_batch": 0}, "--tokens-per-batch 0 cannot work"),
+    (
+        TrainSpec,
+        {"data": "d", "global_batch_size": 8, "accumulate": 2},
+        "--global-batch-size 8 sets --accumulate; give one of the two",
+    ),
+    (
+        TrainSpec,
+        {"data": "d", "tokens_per_batch": 9, "micro_batch_size": 2},
+        "--tokens-per-batch 9 and --micro-batch-size 2 say two sizes of a batch; give one",
+    ),
+    (
+        TrainSpec,
+        {"data": "d", "tokens_per_batch": 9, "global_batch_size": 2},
+        "--tokens-per-batch 9 and --global-batch-size 2 say two sizes of a batch; give one",
+    ),
+    (TrainSpec, {"eval_every": 0}, "--eval-every 0 cannot work; it takes a whole number from 1"),
+    (TrainSpec, {"eval_every": "week"}, "'week' cannot work; it takes a whole number or epoch"),
+    (TrainSpec, {"eval_every": "epoch"}, "--eval-every epoch needs data; add --data NAME"),
+    (TrainSpec, {"data": "d", "eval_data": "e"}, "add --eval-every N or --eval-every epoch"),
+    (TrainSpec, {"eval_every": 2, "eval_data": "e"}, "--eval-data needs data; add --data NAME"),
+    (TrainSpec, {"trial": True, "resume": True}, "--trial takes every step back"),
+    (TrainSpec, {"log": 3}, "--log is a int; it takes a function, called as FUNC({...}, step=n)"),
+    (TrainSpec, {"manual": True, "accumulate": 2}, "--accumulate is the cell's own business"),
+    (TrainSpec, {"manual": True, "max_grad_norm": 1.0}, "with --manual; clip in the cell"),
+    (TrainSpec, {"manual": True, "loss": "sum"}, "--manual; weigh the loss in the cell"),
+    (TrainSpec, {"manual": True, "nan": "stop"}, "--manual; call fsdp.stop() in the cell"),
+    (TrainSpec, {"manual": True, "scheduler_every": "step"}, "step schedulers in the cell"),
+    (
+        TrainSpec,
+        {"manual": True, "data": "d", "global_batch_size": 4},
+        "--global-batch-size is the cell's own business with --manual",
+    ),
+    (
+        TrainSpec,
+        {"manual": True, "data": "d", "eval_every": 2, "eval_data": "e"},
+        "write a %%fsdp_eval cell, run it once, and leave --eval-data out",
+    ),
+    (EvalSpec, {"collate": "f"}, "--collate needs data; add --data NAME, or leave --collate out"),
+    (EvalSpec, {"micro_batch_size": 2}, "--micro-batch-size needs data"),
+    (EvalSpec, {"data": "d", "micro_batch_size": 0}, "--micro-batch-size 0"),
+    (EvalSpec, {"timeout": -1}, "--timeout -1"),
+    (EvalSpec, {"output": "1"}, "-o '1' is not a name"),
     (PullSpec, {"rank": "one"}, "--rank 'one'"),
     (PullSpec, {"rank": "-1"}, "--rank '-1'"),
     (ShardsSpec, {"names": ("a", "b")}, "one model at a time"),
@@ -105,6 +169,19 @@ def test_the_first_flag_of_a_field_is_its_own_name(spec: type[Any]) -> None:
 def test_strategies_have_the_names_of_other_tools(typed: str, meant: str) -> None:
     assert ModelSpec(strategy=typed).strategy == meant  # type: ignore[arg-type]
     assert InitSpec(strategy=typed).defaults.strategy == meant  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ({"loss": "TOKENS"}, {"loss": "tokens"}),
+        ({"scheduler_every": "Epoch"}, {"scheduler_every": "epoch"}),
+        ({"data": "d", "eval_every": "EPOCH"}, {"data": "d", "eval_every": "epoch"}),
+        ({"nan": "Stop"}, {"nan": "stop"}),
+    ],
+)
+def test_choices_may_be_typed_in_any_case(typed: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert TrainSpec(**typed) == TrainSpec(**meant)
 
 
 def test_a_single_name_is_one_name() -> None:
