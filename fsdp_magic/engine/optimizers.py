@@ -75,26 +75,6 @@ def with_gradients(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return [o for o in optimizers if any(p.grad is not None for p in parameters_of(o))]
 
 
-def into_train(optimizers: Iterable[Optimizer]) -> None:
-    """Switch optimizers that keep other weights for training than for evaluation to training."""
-    _switch(optimizers, "train")
-
-
-def into_eval(optimizers: Iterable[Optimizer]) -> None:
-    """Switch optimizers that keep other weights for training than for evaluation to evaluation.
-
-    Collective: every rank must call this.
-    """
-    _switch(optimizers, "eval")
-
-
-def _switch(optimizers: Iterable[Optimizer], mode: str) -> None:
-    for optimizer in optimizers:
-        switch = getattr(optimizer, mode, None)
-        if callable(switch):
-            switch()
-
-
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return every parameter that an optimizer holds."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

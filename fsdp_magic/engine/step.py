@@ -22,6 +22,7 @@ from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.micro_step import Bound, CellRunner, checked_loss
+from fsdp_magic.engine.optimizers import with_gradients
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.records import Averages, StepResult
@@ -154,7 +155,7 @@ class AutomaticStep:
         with explained_as_torn():
             if self.max_grad_norm is not None:
                 gradients.clip(self.trained.parameters, norm, self.max_grad_norm)
-            self.stepped = [o for o in self.trained.optimizers.values() if _has_gradient(o)]
+            self.stepped = with_gradients(self.trained.optimizers.values())
             for optimizer in self.stepped:
                 optimizer.step()
         self.memory.count_optimizer_state()
@@ -223,7 +224,3 @@ def _tokens(batches: StepBatches) -> int | None:
     counts = [token_count(batch) for batch in batches.batches]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
-
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

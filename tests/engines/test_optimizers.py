@@ -126,21 +126,3 @@ def test_lbfgs_is_refused_with_what_to_type(session):
     session.model(f"{NET}optimizer = torch.optim.LBFGS(model.parameters())", show=False)
     with pytest.raises(FsdpError, match=r"add --manual and call optimizer.step\(closure\)"):
         session.train(CELL, data="data", steps=1, show=False)
-
-
-def test_optimizers_with_modes_are_switched(session):
-    session.model(
-        NET + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "class Free(torch.optim.SGD):\n    mode = 'eval'\n"
-        "    def train(self):\n        self.mode = 'train'\n"
-        "    def eval(self):\n        self.mode = 'eval'\n"
-        "free = Free(model.blocks.parameters(), lr=0.1)",
-        show=False,
-    )
-    session.run(
-        "from fsdp_magic.engine.optimizers import into_eval, into_train\n"
-        "into_train([optimizer, free])\nfirst = free.mode\n"
-        "into_eval([optimizer, free])\nsecond = free.mode",
-        show=False,
-    )
-    assert session.pull("(first, second)") == ("train", "eval")
