@@ -143,6 +143,13 @@ class PullRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NumberRequest:
+    """Say which number an expression stands for."""
+
+    expression: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardsRequest:
     """Describe where the parameters of a sharded model live; ``""``: the only model."""
 
@@ -174,6 +181,7 @@ Request = (
     | TrainRequest
     | PushRequest
     | PullRequest
+    | NumberRequest
     | ShardsRequest
     | StatusRequest
     | RecoverRequest

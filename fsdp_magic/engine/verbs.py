@@ -29,6 +29,7 @@ from fsdp_magic.core.protocol import (
     JoinRequest,
     ModelReport,
     ModelRequest,
+    NumberRequest,
     PullRequest,
     PushRequest,
     RecoverRequest,
@@ -53,7 +54,7 @@ from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.service import Service, Tick
 from fsdp_magic.engine.telemetry import MemoryWatch
-from fsdp_magic.engine.values import packed, whole
+from fsdp_magic.engine.values import number_or_type, packed, whole
 from fsdp_magic.engine.weights import Weighing
 from fsdp_magic.engine.world import World
 
@@ -343,6 +344,16 @@ def pull(engine: Engine, request: PullRequest) -> Reply:
     return Reply(rank=engine.world.rank, report=sent)
 
 
+def number(engine: Engine, request: NumberRequest) -> Reply:
+    """Evaluate an expression; the report is a number, or the name of what is none.
+
+    Collective: every rank must call this.
+    """
+    with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
+        found = number_or_type(eval(request.expression, engine.namespace))
+    return Reply(rank=engine.world.rank, report=found)
+
+
 def status(engine: Engine, request: StatusRequest) -> Reply:
     """Describe this rank."""
     world = engine.world
@@ -385,6 +396,7 @@ VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
     "shards": shards,
     "push": push,
     "pull": pull,
+    "number": number,
     "status": status,
     "recover": recover,
 }

@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdp_magic.core.errors import CellFailedError, CellInterrupted, FsdpError, UsageError
+from fsdp_magic.core.errors import CellInterrupted, FsdpError, UsageError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import (
     CellOutput,
     EvalRequest,
     ModelRequest,
-    PullRequest,
-    PushRequest,
     Reply,
     RunRequest,
     ShardsRequest,
@@ -24,22 +22,19 @@ from fsdp_magic.core.protocol import (
 )
 from fsdp_magic.core.specs import EvalSpec, InitSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.core.telemetry import RankStatus
-from fsdp_magic.core.units import GIB
 from fsdp_magic.notebook import display
+from fsdp_magic.notebook import variables as variables_of
 from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.evaluation import Evaluation
+from fsdp_magic.notebook.history import History
 from fsdp_magic.notebook.options import looked_up
 from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.step_log import StepLog
 from fsdp_magic.notebook.training import TrainingPanel
-from fsdp_magic.notebook.variables import packed, unpacked
 from fsdp_magic.notebook.world import plan_world
 from fsdp_magic.panels import mosaic, status
-
-PULL_LIMIT_BYTES = GIB
-_NUMBER_OF = "__import__('fsdp_magic.engine.values', fromlist=['values']).number_or_type(({}))"
 
 
 class Session:
@@ -50,17 +45,11 @@ class Session:
 
     Attributes:
         plan: the world that was started.
-        runs: every ``Run``, also those that raised.
     """
 
     def __init__(self, spec: InitSpec) -> None:
         self.spec = spec
-        self.runs: list[Run] = []
-        self._run_ids = 0
-        self._earlier_runs = 0
-        self._newest_run: Run | None = None
-        self._newest_epochs = 1
-        self._newest_evaluation: EvalRequest | None = None
+        self._history = History()
         self.plan = plan_world(spec)
         self._engines: Engines | None = Engines(self.plan)
         _LIVE.add(self)
@@ -70,8 +59,7 @@ class Session:
     def restart(self) -> Session:
         """Replace every engine by a fresh one; variables and models on them are gone."""
         self.shutdown()
-        self._earlier_runs = len(self.runs)
-        self._newest_run = self._newest_evaluation = None
+        self._history.leave_engines()
         self._engines = Engines(self.plan)
         _LIVE.add(self)
         return self
@@ -99,6 +87,11 @@ class Session:
             display.write("stdout", f"{self!r}\n")
         elif not display.is_shown(self):
             self.status()
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every ``Run``, also those that raised."""
+        return self._history.runs
 
     @property
     def running(self) -> bool:
@@ -202,8 +195,8 @@ class Session:
             "model", self._everywhere(request), write=display.write if show else display.discard
         )
         report = replies[0].report
-        if report.starts_anew:  # a new model starts at step 0
-            self._newest_run = None
+        if report.starts_anew:
+            self._history.start_anew()
         placements: tuple[Placement, ...] = report.placements
         for placement in placements if show else ():
             display.show(mosaic.html(placement), mosaic.text(placement))
@@ -240,11 +233,9 @@ class Session:
         """Run code as training steps as a spec says; see ``train``."""
         if isinstance(spec.log, str):
             raise UsageError(f"--log {spec.log!r} is not a function of the notebook")
-        evaluation = self._evaluation_of(spec)
-        asked, steps_left = self._resumed(spec)
-        self._run_ids += 1
-        run = Run(run_id=self._run_ids, world_size=self.world_size, accumulate=spec.accumulate)
-        self.runs.append(run)
+        evaluation = self._history.evaluation_for(spec)
+        asked, steps_left = self._history.resumed(spec)
+        run = self._history.begin(world_size=self.world_size, accumulate=spec.accumulate)
         panel, log = TrainingPanel(run, spec, show=show), StepLog(run, spec.log)
 
         def tick() -> None:
@@ -275,8 +266,7 @@ class Session:
             run.fail(error)
             raise
         finally:
-            if run.began and not spec.trial:
-                self._newest_run, self._newest_epochs = run, asked.epochs or 1
+            self._history.end(run, asked)
             log.tick()
             panel.finish()
         return run
@@ -312,46 +302,11 @@ class Session:
             write=display.write if show else display.discard,
             timeout=spec.timeout,
         )
-        self._newest_evaluation = request
+        self._history.evaluation = request
         evaluation = Evaluation([replies[rank].report for rank in sorted(replies)])
         if show:
             evaluation.show()
         return evaluation
-
-    def _evaluation_of(self, spec: TrainSpec) -> EvalRequest | None:
-        """Return what ``--eval-every`` runs; None: nothing, or the training cell itself."""
-        if spec.eval_every is None or spec.eval_data is not None:
-            return None
-        if self._newest_evaluation is None:
-            raise UsageError(
-                "--eval-every needs to know what to evaluate; add --eval-data NAME for this cell "
-                "on those data, or run a %%fsdp_eval cell first"
-            )
-        return self._newest_evaluation
-
-    def _resumed(self, spec: TrainSpec) -> tuple[TrainSpec, int | None]:
-        """Return what a run is asked for, and how many steps an interrupted one had left.
-
-        Those are None unless ``--resume`` was asked for and their number is known.
-        """
-        if not spec.resume:
-            return spec, None
-        run = self._newest_run
-        if run is None or run.state not in ("stopped", "failed"):
-            why = "the last one took all its steps" if run else "none has begun with this model"
-            raise UsageError(
-                f"--resume finishes a run that ended early, and {why}; leave --resume out"
-            )
-        if run.total_steps is None:  # data of unknown length: its epochs are counted instead
-            epochs = max(1, self._newest_epochs - run.epochs_ended)
-            return replace(spec, steps=None, epochs=epochs if spec.data else None), None
-        left = run.total_steps - run.steps
-        if left < 1:
-            raise UsageError(
-                "--resume finishes a run that ended early, and the last one took all its steps; "
-                "leave --resume out"
-            )
-        return spec, left
 
     def shards(self, model: str = "", *, show: bool = True) -> Placement:
         """Return where every parameter of a sharded model lives; without a name the only one."""
@@ -374,12 +329,13 @@ class Session:
         stamp = display.stamp()
         display.show(status.html(ranks, stamp=stamp), status.text(ranks, stamp=stamp))
         display.mark_shown(self)
-        if len(self.runs) > self._earlier_runs:
-            self.runs[-1].show()
+        run = self._history.last_of_these_engines
+        if run is not None:
+            run.show()
 
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""
-        self._quietly("push", self._everywhere(PushRequest(variables=packed(variables))))
+        variables_of.push(self.engines, variables, world_size=self.world_size)
 
     def pull(self, expression: str, *, rank: int | str = 0, yes: bool = False) -> Any:
         """Return the value of an expression on a rank, or of all ranks as a list.
@@ -391,21 +347,9 @@ class Session:
             rank: a rank, or ``"all"``.
             yes: also above 1 GiB.
         """
-        if rank != "all" and int(rank) not in range(self.world_size):
-            raise UsageError(
-                f"--rank {rank} does not exist; this world has ranks 0 to {self.world_size - 1}"
-            )
-        limit = None if yes else PULL_LIMIT_BYTES
-        requests = {
-            r: PullRequest(
-                expression=expression, wanted=rank == "all" or r == int(rank), limit_bytes=limit
-            )
-            for r in range(self.world_size)
-        }
-        replies = self._quietly("pull", requests)
-        sent = [replies[r].report for r in sorted(replies) if replies[r].report]
-        values = [unpacked(value, expression=expression) for value in sent]
-        return values if rank == "all" else values[0]
+        return variables_of.pull(
+            self.engines, expression, rank=rank, yes=yes, world_size=self.world_size
+        )
 
     def number(self, flag: str, expression: str) -> float:
         """Return the number that an option's value stands for on the engines.
@@ -413,26 +357,7 @@ class Session:
         Raises:
             UsageError: if it is no number there, or not the same one on every rank.
         """
-        try:
-            values = self.pull(_NUMBER_OF.format(expression), rank="all")
-        except CellFailedError as error:
-            reason = next(iter(error.exceptions.values())).message
-            raise UsageError(
-                f"{flag} {expression} is no number on the engines ({reason}); type a number, or "
-                "bind the name in a %%fsdp cell"
-            ) from None
-        wrong = [value for value in values if isinstance(value, str)]
-        if wrong:
-            raise UsageError(
-                f"{flag} {expression} is a {wrong[0]} on the engines; it must be a number"
-            )
-        if len(set(values)) > 1:
-            raise UsageError(
-                f"{flag} {expression} differs between the ranks "
-                f"({', '.join(map(str, values))}); it must be the same number on all"
-            )
-        number: float = values[0]
-        return number
+        return variables_of.number(self.engines, flag, expression, world_size=self.world_size)
 
     def _everywhere(self, request: Any) -> dict[int, Any]:
         return dict.fromkeys(range(self.world_size), request)

@@ -1,4 +1,4 @@
-"""KERNEL: values on their way to the engines and back, pickled."""
+"""KERNEL: variables of the engines: sent there, brought back, read as numbers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.errors import CellFailedError, UsageError
+from fsdp_magic.core.protocol import NumberRequest, PullRequest, PushRequest, Reply
+from fsdp_magic.core.units import GIB
+from fsdp_magic.notebook import display
+from fsdp_magic.notebook.engines import Engines
+
+PULL_LIMIT_BYTES = GIB
 
 
-def packed(variables: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return variables as they are sent.
+def push(engines: Engines, variables: Mapping[str, Any], *, world_size: int) -> None:
+    """Bind variables on every rank.
 
     Raises:
         UsageError: if one cannot be pickled.
@@ -23,19 +29,66 @@ def packed(variables: Mapping[str, Any]) -> dict[str, bytes]:
             raise UsageError(
                 f"{name} cannot be sent to the engines ({error}); make it there, in a %%fsdp cell"
             ) from None
-    return sent
+    _ask(engines, "push", dict.fromkeys(range(world_size), PushRequest(variables=sent)))
 
 
-def unpacked(sent: bytes, *, expression: str) -> Any:
-    """Return a value that came from an engine.
-
-    Args:
-        sent: as it came.
-        expression: what it is the value of, for errors.
+def pull(engines: Engines, expression: str, *, rank: int | str, yes: bool, world_size: int) -> Any:
+    """Return the value of an expression on a rank, or of all ranks as a list; see ``Session``.
 
     Raises:
-        UsageError: if it cannot be read here.
+        UsageError: if there is no such rank, or the value cannot be read here.
     """
+    if rank != "all" and int(rank) not in range(world_size):
+        raise UsageError(
+            f"--rank {rank} does not exist; this world has ranks 0 to {world_size - 1}"
+        )
+    limit = None if yes else PULL_LIMIT_BYTES
+    requests = {
+        r: PullRequest(
+            expression=expression, wanted=rank == "all" or r == int(rank), limit_bytes=limit
+        )
+        for r in range(world_size)
+    }
+    replies = _ask(engines, "pull", requests)
+    sent = [replies[r].report for r in sorted(replies) if replies[r].report]
+    values = [_unpacked(value, expression) for value in sent]
+    return values if rank == "all" else values[0]
+
+
+def number(engines: Engines, flag: str, expression: str, *, world_size: int) -> float:
+    """Return the number that an option's value stands for on the engines.
+
+    Raises:
+        UsageError: if it is no number there, or not the same one on every rank.
+    """
+    request = NumberRequest(expression=expression)
+    try:
+        replies = _ask(engines, "number", dict.fromkeys(range(world_size), request))
+    except CellFailedError as error:
+        reason = next(iter(error.exceptions.values())).message
+        raise UsageError(
+            f"{flag} {expression} is no number on the engines ({reason}); type a number, or "
+            "bind the name in a %%fsdp cell"
+        ) from None
+    values = [replies[rank].report for rank in sorted(replies)]
+    wrong = [value for value in values if isinstance(value, str)]
+    if wrong:
+        raise UsageError(f"{flag} {expression} is a {wrong[0]} on the engines; it must be a number")
+    if len(set(values)) > 1:
+        raise UsageError(
+            f"{flag} {expression} differs between the ranks ({', '.join(map(str, values))}); it "
+            "must be the same number on all"
+        )
+    found: float = values[0]
+    return found
+
+
+def _ask(engines: Engines, verb: str, requests: Mapping[int, Any]) -> dict[int, Reply]:
+    """Ask ranks without showing what they print."""
+    return engines.ask(verb, requests, write=display.discard)[0]
+
+
+def _unpacked(sent: bytes, expression: str) -> Any:
     try:
         return pickle.loads(sent)
     except Exception as error:  # whatever an object's own unpickling raises

@@ -521,7 +521,7 @@ def test_a_large_value_comes_only_if_it_was_meant(
     session: Session, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.run("import torch", show=False)
-    monkeypatch.setattr(session_module, "PULL_LIMIT_BYTES", 3000)
+    monkeypatch.setattr(variables, "PULL_LIMIT_BYTES", 3000)
     assert "--yes" in one_line(lambda: session.pull(value))
     assert session.pull(value, yes=True) is not None
     assert session.pull("torch.zeros(10)") is not None

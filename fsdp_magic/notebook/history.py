@@ -1,0 +1,94 @@
+"""KERNEL: what a session has run so far, and what a later cell may take up again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.protocol import EvalRequest
+from fsdp_magic.core.specs import TrainSpec
+from fsdp_magic.notebook.run import Run
+
+
+class History:
+    """The runs of a session.
+
+    Attributes:
+        runs: every ``Run``, also those that raised.
+        evaluation: the newest ``%%fsdp_eval`` cell, which ``--eval-every`` runs again.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.evaluation: EvalRequest | None = None
+        self._run_ids = 0
+        self._of_earlier_engines = 0
+        self._newest: Run | None = None
+        self._newest_epochs = 1
+
+    def begin(self, *, world_size: int, accumulate: int) -> Run:
+        """Return a new run."""
+        self._run_ids += 1
+        run = Run(run_id=self._run_ids, world_size=world_size, accumulate=accumulate)
+        self.runs.append(run)
+        return run
+
+    def end(self, run: Run, spec: TrainSpec) -> None:
+        """Remember a run that is over, however it ended; a trial left nothing to take up."""
+        if run.began and not spec.trial:
+            self._newest, self._newest_epochs = run, spec.epochs or 1
+
+    def start_anew(self) -> None:
+        """Forget what could be resumed: a new model starts at step 0."""
+        self._newest = None
+
+    def leave_engines(self) -> None:
+        """Forget what was on engines that are gone; the runs stay."""
+        self._of_earlier_engines = len(self.runs)
+        self._newest = self.evaluation = None
+
+    @property
+    def last_of_these_engines(self) -> Run | None:
+        """The newest run of the present engines."""
+        return self.runs[-1] if len(self.runs) > self._of_earlier_engines else None
+
+    def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:
+        """Return what ``--eval-every`` runs; None: nothing, or the training cell itself.
+
+        Raises:
+            UsageError: if nothing is known to evaluate.
+        """
+        if spec.eval_every is None or spec.eval_data is not None:
+            return None
+        if self.evaluation is None:
+            raise UsageError(
+                "--eval-every needs to know what to evaluate; add --eval-data NAME for this cell "
+                "on those data, or run a %%fsdp_eval cell first"
+            )
+        return self.evaluation
+
+    def resumed(self, spec: TrainSpec) -> tuple[TrainSpec, int | None]:
+        """Return what a run is asked for, and how many steps an interrupted one had left.
+
+        Those are None unless ``--resume`` was asked for and their number is known.
+
+        Raises:
+            UsageError: if there is nothing to resume.
+        """
+        if not spec.resume:
+            return spec, None
+        run = self._newest
+        if run is None or run.state not in ("stopped", "failed"):
+            why = "the last one took all its steps" if run else "none has begun with this model"
+            raise _nothing_to_resume(why)
+        if run.total_steps is None:  # data of unknown length: its epochs are counted instead
+            epochs = max(1, self._newest_epochs - run.epochs_ended)
+            return replace(spec, steps=None, epochs=epochs if spec.data else None), None
+        left = run.total_steps - run.steps
+        if left < 1:
+            raise _nothing_to_resume("the last one took all its steps")
+        return spec, left
+
+
+def _nothing_to_resume(why: str) -> UsageError:
+    return UsageError(f"--resume finishes a run that ended early, and {why}; leave --resume out")
