@@ -92,14 +92,14 @@ def cut_short(session: Any, how: str, *, at: int = 2, **options: Any) -> Any:
         with interrupted_after(0.5), pytest.raises(CellInterrupted) as stopped:
             session.train("time.sleep(0.15)\n" + CELL, **OPTIONS, **options)
         return stopped.value.run
-    early = {
+    end = {  # after the forward, which has moved running statistics
         "a failure": f"if step == {at} and rank == 1 and not again:\n    1 / 0\n",
         "a timeout": f"if step == {at} and rank == 1 and not again:\n    time.sleep(60)\n",
     }[how]
     session.run("again = False", show=False)
     timeout = {"timeout": 1.0} if how == "a timeout" else {}
     with pytest.raises(CellFailedError) as failed:
-        session.train(early + CELL, **OPTIONS, **options, **timeout)
+        session.train(CELL + end, **OPTIONS, **options, **timeout)
     session.run("again = True", show=False)
     return failed.value.run
 
