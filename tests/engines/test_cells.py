@@ -12,7 +12,7 @@ import pytest
 from ipyparallel.error import CompositeError
 
 from fsdp_magic.errors import CellFailedError, FsdpError, UsageError
-from fsdp_magic.notebook import session as session_module
+from fsdp_magic.notebook import variables
 from fsdp_magic.notebook.session import Session
 from fsdp_magic.notebook.world import usable_cores
 

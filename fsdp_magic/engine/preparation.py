@@ -1,0 +1,303 @@
+"""ENGINE: what a training run needs before its first step: models, data, steps, their aftermath."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.protocol import TrainRequest
+from fsdp_magic.core.specs import EvalSpec
+from fsdp_magic.core.telemetry import EvaluationRecord
+from fsdp_magic.engine import modeling, telemetry
+from fsdp_magic.engine.aftermath import AfterStep, AfterSteps
+from fsdp_magic.engine.cells import Cell
+from fsdp_magic.engine.data import Data
+from fsdp_magic.engine.evaluation import Evaluator
+from fsdp_magic.engine.expressions import evaluate
+from fsdp_magic.engine.feeding import length, open_data
+from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
+from fsdp_magic.engine.guards import Guards, Refusing
+from fsdp_magic.engine.loop import StepLoop
+from fsdp_magic.engine.manual import ManualStep
+from fsdp_magic.engine.micro_step import CellRunner
+from fsdp_magic.engine.names import Names
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.position import Position
+from fsdp_magic.engine.reachable import reachable
+from fsdp_magic.engine.rollback import Snapshot, StepUndo
+from fsdp_magic.engine.schedulers import Schedulers, find_schedulers
+from fsdp_magic.engine.step import AutomaticStep, Step
+from fsdp_magic.engine.telemetry import MemoryWatch
+from fsdp_magic.engine.trained import (
+    Trained,
+    find_trained,
+    put_in_train_mode,
+    take_whole_from_rank_0,
+)
+from fsdp_magic.engine.weights import Weighing, label_counter
+from fsdp_magic.engine.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a run works with.
+
+    Attributes:
+        models: the sharded ones.
+        trained: what the bound optimizers hold.
+        data: None: the cell brings its own.
+        memory: what the service thread looks at.
+        guards: of the cell's calls.
+        loop: takes the steps.
+        after: what follows each step.
+        total_steps: of this run; None: to the end of the data.
+    """
+
+    models: list[ShardedModel]
+    trained: Trained
+    data: Data | None
+    memory: MemoryWatch
+    guards: Guards
+    loop: StepLoop
+    after: AfterSteps
+    total_steps: int | None
+
+
+class Preparation:
+    """Prepares one run on one rank.
+
+    Args:
+        request: what was asked.
+        world: this rank's.
+        names: of the namespace that the cell runs in.
+        handle: the ``fsdp`` of the cell.
+        put_back: told how to put back what a trial changes.
+
+    Attributes:
+        notes: sentences a person should read.
+    """
+
+    def __init__(
+        self,
+        request: TrainRequest,
+        *,
+        world: World,
+        names: Names,
+        handle: FsdpInCells,
+        put_back: ExitStack,
+    ) -> None:
+        self.notes: list[str] = []
+        self._request = request
+        self._world = world
+        self._names = names
+        self._namespace = names.namespace
+        self._handle = handle
+        self._put_back = put_back
+        self._models: list[ShardedModel] = []
+        self._loop: StepLoop | None = None
+        self._evaluation_cell: Cell | None = None
+        self._first_step = 0
+        self._total_steps: int | None = None
+
+    def prepare(
+        self,
+        cell: Cell,
+        *,
+        evaluation_cell: Cell | None,
+        models: dict[str, ShardedModel],
+        position: Position,
+        steps_done: int,
+    ) -> Prepared:
+        """Find what is trained and where the data is; shard what never was.
+
+        Collective: every rank must call this.
+        """
+        self._evaluation_cell = evaluation_cell
+        self._first_step = steps_done
+        spec, world = self._request.spec, self._world
+        self.notes += modeling.shard_forgotten(self._namespace, models=models, world=world)
+        self._models = [model for model in models.values() if model.alive]
+        trained, notes = find_trained(self._namespace, self._models, manual=spec.manual)
+        self.notes += take_whole_from_rank_0(trained, world)
+        if spec.trial:
+            self._put_back.callback(self._snapshot(trained, position))
+        self.notes += notes + put_in_train_mode(self._models, trained)
+        weighing = Weighing(spec.loss, late="loss_weight" in cell.assigned)
+        data = open_data(
+            spec,
+            self._namespace,
+            world=world,
+            position=position,
+            count_labels=label_counter(weighing, self._models),
+        )
+        self._total_steps = self._request.steps_left or length(spec, data)
+        parameters = [p for model in self._models for p in model.module.parameters()]
+        telemetry.reset_peak()
+        memory = MemoryWatch([*parameters, *trained.parameters], list(trained.optimizers.values()))
+        size = None if data is None else data.micro_batch_size
+        end = None if self._total_steps is None else steps_done + self._total_steps
+        self._names.bind({"total_steps": end, "micro_batch_size": size})
+        step, guards = self._step(cell, trained, memory, has_data=data is not None)
+        after = self._aftermath(cell, step, data, trained, weighing)
+        self._loop = StepLoop(
+            step=step,
+            world=world,
+            data=data,
+            weighing=weighing,
+            micro_steps=spec.accumulate if data is None else data.accumulate,
+            handle=self._handle,
+            stopping=self._stopping,
+            aftermath=after,
+            undo=StepUndo(self._modules()),
+        )
+        return Prepared(
+            models=self._models,
+            trained=trained,
+            data=data,
+            memory=memory,
+            guards=guards,
+            loop=self._loop,
+            after=after,
+            total_steps=self._total_steps,
+        )
+
+    def _snapshot(self, trained: Trained, position: Position) -> Callable[[], None]:
+        """Return what puts everything back that a trial changes."""
+        mark = position.mark()
+        snapshot = Snapshot(
+            self._modules(),
+            trained.parameters,
+            trained.optimizers.values(),
+            reachable(self._namespace, LRScheduler).values(),
+        )
+
+        def put_back() -> None:
+            snapshot.restore()
+            position.back(mark)
+
+        return put_back
+
+    def _modules(self) -> list[nn.Module]:
+        """Return the sharded models and every other module that names lead to."""
+        bound = reachable(self._namespace, nn.Module).values()
+        return [*(model.module for model in self._models), *bound]
+
+    def _step(
+        self, cell: Cell, trained: Trained, memory: MemoryWatch, *, has_data: bool
+    ) -> tuple[Step, Guards]:
+        """Return how a step is taken, and the guards that watch the cell."""
+        spec = self._request.spec
+        schedulers = find_schedulers(self._namespace).values()
+        if spec.manual:
+            manual = ManualStep(
+                world=self._world,
+                trained=trained,
+                models=self._models,
+                memory=memory,
+                has_data=has_data,
+            )
+            guards = Guards(manual, schedulers)
+            manual.runner = CellRunner(cell, self._names, guards)
+            return manual, guards
+        guards = Guards(Refusing(), schedulers)
+        automatic = AutomaticStep(
+            runner=CellRunner(cell, self._names, guards),
+            world=self._world,
+            trained=trained,
+            models=self._models,
+            memory=memory,
+            max_grad_norm=spec.max_grad_norm,
+            stops_at_nan=spec.nan == "stop",
+            has_data=has_data,
+        )
+        return automatic, guards
+
+    def _aftermath(
+        self, cell: Cell, step: Step, data: Data | None, trained: Trained, weighing: Weighing
+    ) -> AfterSteps:
+        spec = self._request.spec
+        function = None
+        if spec.after_step is not None:
+            value = evaluate(spec.after_step, self._namespace, flag="--after-step")
+            function = AfterStep(value, world_size=self._world.world_size)
+        return AfterSteps(
+            step=step,
+            schedulers=None if spec.manual else self._schedulers(data, trained),
+            function=function,
+            evaluate=self._evaluation(cell, weighing),
+            every=spec.eval_every,
+        )
+
+    def _evaluation(
+        self, cell: Cell, weighing: Weighing
+    ) -> Callable[[int], EvaluationRecord | None] | None:
+        """Return what evaluates after so many steps; None: nothing was asked for."""
+        spec, asked = self._request.spec, self._request.evaluation
+        if spec.eval_every is None:
+            return None
+        if spec.eval_data is not None:
+            asked_spec = EvalSpec(
+                data=spec.eval_data, micro_batch_size=spec.micro_batch_size, collate=spec.collate
+            )
+        else:
+            assert asked is not None  # else the kernel has refused it
+            assert self._evaluation_cell is not None
+            cell, asked_spec = self._evaluation_cell, asked.spec
+            weighing = Weighing("mean", late="loss_weight" in cell.assigned)
+        evaluator = Evaluator(
+            cell=cell,
+            spec=asked_spec,
+            weighing=weighing,
+            names=self._names,
+            world=self._world,
+            models=self._models,
+            stopping=self._stopping,
+        )
+        with _explained_for(spec.eval_data):
+            evaluator.check()
+
+        def evaluated(step: int) -> EvaluationRecord | None:
+            with evaluator.within_training():
+                return evaluator.run(step=step, epoch=self._epoch)
+
+        return evaluated
+
+    def _stopping(self) -> bool:
+        """Return whether the person has asked this run to stop."""
+        return self._world.page.stopping_run == self._request.run_id
+
+    def _schedulers(self, data: Data | None, trained: Trained) -> Schedulers:
+        spec, steps = self._request.spec, self._total_steps
+        schedulers = Schedulers(
+            find_schedulers(self._namespace),
+            trained.optimizers.values(),
+            every=spec.scheduler_every,
+        )
+        per_epoch = None if data is None else data.steps_per_epoch
+        epochs = None if steps is None or not per_epoch else steps / per_epoch
+        schedulers.check(first_step=self._first_step, steps=steps, epochs=epochs)
+        schedulers.check_waiting(evaluates=spec.eval_every is not None)
+        self.notes += schedulers.notes
+        return schedulers
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self._loop is None else self._loop.epoch
+
+
+@contextmanager
+def _explained_for(eval_data: str | None) -> Iterator[None]:
+    """Say of data that cannot be evaluated that ``--eval-data`` named them."""
+    try:
+        yield
+    except FsdpError as error:
+        if eval_data is None:
+            raise
+        text = str(error).replace("--data", "--eval-data")
+        named = text if "--eval-data" in text else f"--eval-data {eval_data}: {text}"
+        raise FsdpError(named) from None

@@ -1,0 +1,138 @@
+"""ENGINE: what an engine keeps between cells, and the frame in which it runs one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fsdp_magic.engine import cells
+from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
+from fsdp_magic.engine.groups import is_broken_transport
+from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
+from fsdp_magic.engine.micro_step import BINDABLE
+from fsdp_magic.engine.names import Names
+from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.position import Position
+from fsdp_magic.engine.randomness import TrainingRandomness
+from fsdp_magic.engine.service import Service, Tick
+from fsdp_magic.engine.world import World
+
+
+class State:
+    """What an engine keeps between cells, and how it runs one.
+
+    Args:
+        shell: its IPython, whose namespace holds the person's variables.
+    """
+
+    def __init__(self, *, shell: Any) -> None:
+        self.shell = shell
+        self.namespace: dict[str, Any] = shell.user_ns
+        self.names = Names(self.namespace)
+        self.models: dict[str, ShardedModel] = {}
+        self.position = Position()
+        self.steps = 0
+        self.epoch = 0
+        self._world: World | None = None
+        self._service: Service | None = None
+        self._randomness: TrainingRandomness | None = None
+        self._handle: FsdpInCells | None = None
+
+    @property
+    def world(self) -> World:
+        """The world; joined before any verb that needs it is sent."""
+        assert self._world is not None
+        return self._world
+
+    @property
+    def randomness(self) -> TrainingRandomness:
+        """The random state of training cells."""
+        assert self._randomness is not None
+        return self._randomness
+
+    @property
+    def handle(self) -> FsdpInCells:
+        """The ``fsdp`` that cells find."""
+        assert self._handle is not None
+        return self._handle
+
+    def names_of_cells(self) -> dict[str, Any]:
+        """Return the names that every cell finds."""
+        return {**self.world.names(), "fsdp": self.handle}
+
+    def living_models(self) -> list[ShardedModel]:
+        """Return the sharded models that are still there."""
+        return [model for model in self.models.values() if model.alive]
+
+    def enter(self, world: World) -> None:
+        """Take a place in the world."""
+        self._world = world
+        self._service = Service(world)
+        self._randomness = TrainingRandomness(world.request.seed, world.rank)
+        self._handle = FsdpInCells(world.rank, world.world_size)
+
+    @contextmanager
+    def cell(self, values: Mapping[str, Any], *, tick: Tick | None = None) -> Iterator[None]:
+        """Run the person's code inside: names bound, peers watched.
+
+        If it raises, the transports are given up, so that no peer goes on waiting. Afterwards
+        gathered parameters are freed, so that the next cell sees the shards.
+        """
+        assert self._service is not None
+        with (
+            cells.outside_event_loop(),
+            self.names.bound(values) as hidden,
+            self._service.watching(tick),
+        ):
+            if hidden:
+                _say_hidden(hidden)
+            try:
+                yield
+                for model in self.living_models():
+                    fsdp.reshard(model)
+            except BaseException as error:
+                INTERRUPTS.close()
+                if self.world.released and is_broken_transport(error):
+                    # a peer let go first, and the collective that waited for it broke
+                    raise ReleasedByPeerError from None
+                self.world.release()
+                raise
+            finally:
+                _flush()
+
+    @contextmanager
+    def training_cell(
+        self, values: Mapping[str, Any], *, kept: bool, tick: Tick | None = None
+    ) -> Iterator[None]:
+        """Run a training or evaluation cell inside; see ``cell``.
+
+        Args:
+            values: names that it finds.
+            kept: whether the random state of training goes on from where it ends.
+            tick: called by the service thread.
+        """
+        with (
+            self.cell(values, tick=tick),
+            self.names.set_aside(BINDABLE) as aside,
+            self.randomness.in_place(kept=kept),
+        ):
+            if aside:
+                _say_hidden(aside)
+            yield
+
+
+def _say_hidden(hidden: tuple[str, ...]) -> None:
+    """Tell a person once that names of theirs stand aside while cells run."""
+    names = ", ".join(f"`{name}`" for name in hidden)
+    print(
+        f"fsdp_magic: in a cell {names} is the extension's; your own value is back after it",
+        file=sys.stderr,
+    )
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
