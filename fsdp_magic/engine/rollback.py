@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.engine import randomness
 
-
 _SMALL_BYTES = 64 * 1024
 """Buffers up to this size are kept before every step, whether they are known to move or not."""
 
