@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.engine import randomness
+
+_SMALL_BYTES = 64 * 1024
+"""Buffers up to this size are kept before every step, whether they are known to move or not."""
 
 
 @dataclass(slots=True)
@@ -33,17 +37,30 @@ class _Buffer:
     version: int
 
     @classmethod
-    def of(cls, owner: nn.Module, name: str, buffer: torch.Tensor) -> _Buffer:
+    def of(cls, owner: nn.Module, name: str) -> _Buffer:
+        """Keep a buffer as it is now."""
+        buffer = owner._buffers[name]
+        assert buffer is not None
         return cls(owner, name, buffer, buffer.detach().clone(), buffer._version)
 
     @property
-    def moved(self) -> bool:
-        """Whether it was written to, or replaced."""
-        now = self.owner._buffers.get(self.name)
-        return now is not self.buffer or now._version != self.version
+    def is_the_same(self) -> bool:
+        """Whether no other tensor was put in its place."""
+        return self.owner._buffers.get(self.name) is self.buffer
+
+    @property
+    def may_move(self) -> bool:
+        """Whether steps may write to it.
+
+        Source: ``native_batch_norm`` writes running statistics without raising their version.
+        """
+        if isinstance(self.owner, _NormBase) or self.kept.nbytes <= _SMALL_BYTES:
+            return True
+        return not self.is_the_same or self.buffer._version != self.version
 
     @torch.no_grad()
     def put_back(self) -> None:
+        """Make the buffer, and what is in it, what it was."""
         self.owner._buffers[self.name] = self.buffer  # the cell may have bound another one
         self.buffer.copy_(self.kept)
 
@@ -51,48 +68,62 @@ class _Buffer:
 class StepUndo:
     """What a step that is not finished puts back: random states and buffers.
 
-    Most buffers are constants, such as a causal mask, and some are large. So all are kept for the
-    first step of a run only, and later those that it moved.
+    Most buffers are constants, and some of them are large, such as a causal mask. So all are kept
+    for the first step of a run only, and later those that may move.
 
     Args:
         modules: whose buffers are kept.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = _places_of_buffers(modules)
-        self._is_first = True
-        self._buffers: list[_Buffer] = []
+        self._modules = list(modules)
+        self._buffers: list[_Buffer] | None = None
+        self._moving: list[_Buffer] | None = None
         self._random: dict[str, Any] | None = None
 
     @contextmanager
     def unless_kept(self) -> Iterator[None]:
         """Put everything back after the inside, unless it has called ``keep``."""
         self._random = randomness.capture()
-        self._buffers = [
-            _Buffer.of(owner, name, buffer)
-            for owner, name in self._places
-            if (buffer := owner._buffers.get(name)) is not None
-        ]
+        buffers = self._kept_buffers()
+        self._buffers = buffers
         try:
             yield
         finally:
             if self._random is not None:
                 randomness.restore(self._random)
-                for each in self._buffers:
+                for each in buffers:
                     each.put_back()
 
     def keep(self) -> None:
         """Say that the step is finished."""
         self._random = None
-        if self._is_first:
-            self._places = [(each.owner, each.name) for each in self._buffers if each.moved]
-            self._is_first = False
-        self._buffers = []
+        if self._moving is None:
+            self._moving = [each for each in self._buffers or () if each.may_move]
+        self._buffers = None
+
+    @torch.no_grad()
+    def _kept_buffers(self) -> list[_Buffer]:
+        if self._moving is None:
+            return _buffers_of(self._modules)
+        present = [b for b in self._moving if b.owner._buffers.get(b.name) is not None]
+        self._moving = [b if b.is_the_same else _Buffer.of(b.owner, b.name) for b in present]
+        alike: dict[tuple[Any, Any], list[_Buffer]] = {}
+        for each in self._moving:
+            alike.setdefault((each.buffer.dtype, each.buffer.device), []).append(each)
+        for same in alike.values():
+            torch._foreach_copy_([each.kept for each in same], [each.buffer for each in same])
+        return self._moving
 
 
-def _places_of_buffers(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+def _buffers_of(modules: Iterable[nn.Module]) -> list[_Buffer]:
     parts = {id(part): part for module in modules for part in module.modules()}
-    return [(part, name) for part in parts.values() for name in part._buffers]
+    return [
+        _Buffer.of(part, name)
+        for part in parts.values()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
 
 
 class Snapshot:
@@ -117,11 +148,7 @@ class Snapshot:
         for module in self._modules:
             tensors |= {id(p): p for p in module.parameters()}
         self._parameters = [(each, _copy(each), _gradient(each)) for each in tensors.values()]
-        self._buffers = [
-            _Buffer.of(owner, name, buffer)
-            for owner, name in _places_of_buffers(self._modules)
-            if (buffer := owner._buffers[name]) is not None
-        ]
+        self._buffers = _buffers_of(self._modules)
         self._modes = [(m, m.training) for module in self._modules for m in module.modules()]
         self._optimizers = [(each, _state_of(each)) for each in optimizers]
         self._schedulers = [(each, copy.deepcopy(each.state_dict())) for each in schedulers]
