@@ -32,7 +32,7 @@ def clean():
     engine = builtins._fsdp_magic_call.__self__
     engine.models.clear()
     engine.names._told.clear()
-    engine.steps, engine.position = 0, Position()
+    engine.steps, engine.epoch, engine.position = 0, 0, Position()
     seed = engine.world.request.seed
     engine._randomness = TrainingRandomness(seed, engine.world.rank)
     torch.set_default_dtype(torch.float32)
@@ -64,6 +64,7 @@ def world(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
 def cleaned(session: Session) -> Session:
     """Return a kept session as if it had just started; one that a test broke is restarted."""
     session.runs.clear()
+    session._newest_run = session._newest_evaluation = None
     try:
         session.run(CLEAN, show=False, timeout=20)
     except FsdpError:
