@@ -37,7 +37,7 @@ from fsdp_magic.engine.records import Averages
 from fsdp_magic.engine.schedulers import find_schedulers
 from fsdp_magic.engine.track import is_function
 from fsdp_magic.engine.vote import Flag
-from fsdp_magic.engine.weights import Weighing, Weight, label_counter
+from fsdp_magic.engine.weights import Weighing, Weight
 from fsdp_magic.engine.world import World
 
 LOSS = "loss"
@@ -201,7 +201,7 @@ class Evaluator:
     def _weight(self, bound: Bound, batch: EvalBatch) -> Weight:
         if bound.weight is not None:
             return bound.weight
-        count_labels = label_counter(self.weighing, self.models)
+        count_labels = self.weighing.count_labels
         labels = None if count_labels is None else count_labels(batch.batch)
         return self.weighing.of_batch(batch.count, labels)
 

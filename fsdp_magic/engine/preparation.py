@@ -39,7 +39,7 @@ from fsdp_magic.engine.trained import (
     put_in_train_mode,
     take_whole_from_rank_0,
 )
-from fsdp_magic.engine.weights import Weighing, label_counter
+from fsdp_magic.engine.weights import Weighing, shifts_labels
 from fsdp_magic.engine.world import World
 
 
@@ -127,13 +127,13 @@ class Preparation:
         if spec.trial:
             self._put_back.callback(self._snapshot(trained, position))
         self.notes += notes + put_in_train_mode(self._models, trained)
-        weighing = Weighing(spec.loss, late="loss_weight" in cell.assigned)
+        weighing = self._weighing(cell, trained)
         data = open_data(
             spec,
             self._namespace,
             world=world,
             position=position,
-            count_labels=label_counter(weighing, self._models),
+            count_labels=weighing.count_labels,
         )
         self._total_steps = self._request.steps_left or length(spec, data)
         parameters = [p for model in self._models for p in model.module.parameters()]
@@ -165,6 +165,15 @@ class Preparation:
             after=after,
             total_steps=self._total_steps,
         )
+
+    def _weighing(self, cell: Cell, trained: Trained) -> Weighing:
+        """Return how batches are weighed; labels as the models count them that are trained."""
+        kind = self._request.spec.loss
+        held = {id(parameter) for parameter in trained.parameters}
+        modules = [m.module for m in self._models]
+        learning = [m for m in modules if any(id(p) in held for p in m.parameters())]
+        shifted = kind == "tokens" and shifts_labels(learning)
+        return Weighing(kind, late="loss_weight" in cell.assigned, shifted=shifted)
 
     def _snapshot(self, trained: Trained, position: Position) -> Callable[[], None]:
         """Return what puts everything back that a trial changes."""

@@ -20,7 +20,6 @@ from torch import nn
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs.train import LossKind
 from fsdp_magic.engine.data import StepBatches
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
 
 IGNORED_LABEL = -100
 """Source: ``ignore_index`` of torch.nn.functional.cross_entropy."""
@@ -58,15 +57,17 @@ class Weighing:
     Args:
         kind: what the cell's loss is of its batch.
         late: whether the cell binds ``loss_weight``.
+        shifted: whether what is trained drops the first label of each row.
     """
 
-    def __init__(self, kind: LossKind, *, late: bool) -> None:
+    def __init__(self, kind: LossKind, *, late: bool, shifted: bool = False) -> None:
         if kind == "sum" and late:
             raise FsdpError(
                 "--loss sum adds losses up, and loss_weight is for means; leave one of them out"
             )
         self._kind = kind
         self.late = late
+        self._shifted = shifted
 
     def known(self, batches: StepBatches) -> list[int | None]:
         """Return what each micro-batch counts as far as the batch says it; None: it does not.
@@ -86,9 +87,11 @@ class Weighing:
         return batches.labels
 
     @property
-    def counts_labels(self) -> bool:
-        """Whether a batch counts by its labels."""
-        return self._kind == "tokens"
+    def count_labels(self) -> Callable[[Any], int | None] | None:
+        """What counts the labels of a batch; None where nobody asks for them."""
+        if self._kind != "tokens":
+            return None
+        return lambda batch: label_count(batch, shifted=self._shifted)
 
     @property
     def adds(self) -> bool:
@@ -118,16 +121,6 @@ class Weighing:
             return Weights(counts=ones, total=None if self.late else total)
         known = [count or 0 for count in counts]
         return Weights(counts=known, total=None if self.late else total)
-
-
-def label_counter(
-    weighing: Weighing, models: Iterable[ShardedModel]
-) -> Callable[[Any], int | None] | None:
-    """Return a function that counts the labels of a batch; None where nobody asks for them."""
-    if not weighing.counts_labels:
-        return None
-    shifted = shifts_labels(model.module for model in models)
-    return lambda batch: label_count(batch, shifted=shifted)
 
 
 def label_count(batch: Any, *, shifted: bool) -> int | None:

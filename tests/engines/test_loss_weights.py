@@ -311,3 +311,23 @@ def test_what_cannot_be_weighed_is_refused_in_one_line(session, wrong):
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert math.isfinite(session.train(MEAN, **OPTIONS, show=False).losses[-1])
+
+
+def test_a_causal_model_that_is_no_longer_trained_shifts_nothing(session):
+    """It may live on: here a variable of the person's holds it."""
+    session.model(
+        "import torch\nfrom transformers import GPT2Config, GPT2LMHeadModel\n"
+        "model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=7))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nearlier = model",
+        show=False,
+    )
+    check_equal(
+        session,
+        TOKENS,
+        MEAN,
+        loop_of(over_tokens),
+        micro_batch_size=4,
+        accumulate=2,
+        loss="tokens",
+        **OPTIONS,
+    )
