@@ -19,8 +19,11 @@ _LONGEST = 256
 _SHELL = ("IPython", "ipykernel", "ipyparallel", "traitlets", "zmq")
 _CLOSED = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
-    torch.Tensor, str, bytes, int, float, complex, bool, range, torch.device, torch.dtype,
+    torch.Tensor, torch.optim.Optimizer, str, bytes, int, float, complex, bool, range,
+    torch.device, torch.dtype,
 )  # fmt: skip
+_KEYS = (str, int, float, bool, tuple)
+"""Keys that lead somewhere when they are typed; an optimizer's state has tensors for keys."""
 
 
 def reachable(
@@ -71,7 +74,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a value holds, with the text that leads there."""
     if isinstance(value, Mapping):
         if len(value) <= _LONGEST:
-            yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
+            items = [(key, item) for key, item in value.items() if isinstance(key, _KEYS)]
+            yield from ((f"[{key!r}]", item) for key, item in items)
     elif isinstance(value, (list, tuple, set, frozenset)):
         if len(value) <= _LONGEST:
             yield from ((f"[{index}]", item) for index, item in enumerate(list(value)))
