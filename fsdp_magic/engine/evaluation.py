@@ -246,3 +246,16 @@ def _added_up(ranks: list[dict[str, tuple[float, float]]]) -> dict[str, tuple[fl
 
 def _mean(total: float, weight: float) -> float:
     return total / weight if weight else float("nan")
+
+
+@contextmanager
+def explained_as_evaluated(eval_data: str | None) -> Iterator[None]:
+    """Say of data that cannot be evaluated that ``--eval-data`` named them."""
+    try:
+        yield
+    except FsdpError as error:
+        if eval_data is None:
+            raise
+        text = str(error).replace("--data", "--eval-data")
+        named = text if "--eval-data" in text else f"--eval-data {eval_data}: {text}"
+        raise FsdpError(named) from None

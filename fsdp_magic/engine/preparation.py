@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.specs import EvalSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
@@ -17,7 +16,7 @@ from fsdp_magic.engine import modeling, telemetry
 from fsdp_magic.engine.aftermath import AfterStep, AfterSteps
 from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.data import Data
-from fsdp_magic.engine.evaluation import Evaluator
+from fsdp_magic.engine.evaluation import Evaluator, explained_as_evaluated
 from fsdp_magic.engine.expressions import evaluate
 from fsdp_magic.engine.feeding import length, open_data
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
@@ -267,7 +266,7 @@ class Preparation:
             models=self._models,
             stopping=self._stopping,
         )
-        with _explained_for(spec.eval_data):
+        with explained_as_evaluated(spec.eval_data):
             evaluator.check()
 
         def evaluated(step: int) -> EvaluationRecord | None:
@@ -297,16 +296,3 @@ class Preparation:
     @property
     def _epoch(self) -> int:
         return 0 if self._loop is None else self._loop.epoch
-
-
-@contextmanager
-def _explained_for(eval_data: str | None) -> Iterator[None]:
-    """Say of data that cannot be evaluated that ``--eval-data`` named them."""
-    try:
-        yield
-    except FsdpError as error:
-        if eval_data is None:
-            raise
-        text = str(error).replace("--data", "--eval-data")
-        named = text if "--eval-data" in text else f"--eval-data {eval_data}: {text}"
-        raise FsdpError(named) from None

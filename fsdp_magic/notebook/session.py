@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdp_magic.core.errors import CellInterrupted, FsdpError, UsageError
+from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import (
     CellOutput,
@@ -31,8 +31,7 @@ from fsdp_magic.notebook.options import looked_up
 from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
-from fsdp_magic.notebook.step_log import StepLog
-from fsdp_magic.notebook.training import TrainingPanel
+from fsdp_magic.notebook.training import train_on
 from fsdp_magic.notebook.world import plan_world
 from fsdp_magic.panels import mosaic, status
 
@@ -236,39 +235,18 @@ class Session:
         evaluation = self._history.evaluation_for(spec)
         asked, steps_left = self._history.resumed(spec)
         run = self._history.begin(world_size=self.world_size, accumulate=spec.accumulate)
-        panel, log = TrainingPanel(run, spec, show=show), StepLog(run, spec.log)
-
-        def tick() -> None:
-            log.tick()
-            panel.tick()
-
+        request = TrainRequest(
+            code=code,
+            name=name,
+            run_id=run.run_id,
+            spec=replace(asked, log=None),
+            evaluation=evaluation,
+            steps_left=steps_left,
+        )
         try:
-            self.engines.ask(
-                "train",
-                self._everywhere(
-                    TrainRequest(
-                        code=code,
-                        name=name,
-                        run_id=run.run_id,
-                        spec=replace(asked, log=None),
-                        evaluation=evaluation,
-                        steps_left=steps_left,
-                    )
-                ),
-                write=display.write if show else display.discard,
-                timeout=spec.timeout,
-                run=run,
-                on_tick=tick,
-            )
-        except BaseException as error:
-            if isinstance(error, (FsdpError, CellInterrupted)):
-                error.run = run
-            run.fail(error)
-            raise
+            train_on(self.engines, self._everywhere(request), run, spec, show=show)
         finally:
             self._history.end(run, asked)
-            log.tick()
-            panel.finish()
         return run
 
     def eval(

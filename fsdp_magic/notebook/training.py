@@ -1,18 +1,60 @@
-"""KERNEL: the live panel of a training run: from a ``Run`` to frames, twice a second."""
+"""KERNEL: a training run followed: its live panel, twice a second, and its log."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
+from fsdp_magic.core.errors import CellInterrupted, FsdpError
+from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.notebook import display
+from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.run import Run
+from fsdp_magic.notebook.step_log import StepLog
 from fsdp_magic.panels import training
 from fsdp_magic.panels.training import RankView, TrainingView
 
 _FRAME_SECONDS = 0.5
 _RECENT_SECONDS = 5.0
+
+
+def train_on(
+    engines: Engines,
+    requests: Mapping[int, TrainRequest],
+    run: Run,
+    spec: TrainSpec,
+    *,
+    show: bool,
+) -> None:
+    """Ask ranks to train, and show and log the run while it goes on.
+
+    Args:
+        engines: to ask.
+        requests: by rank.
+        run: takes what the ranks report; it is done, stopped or failed afterwards.
+        spec: the options it was started with.
+        show: show the live panel and what the ranks print.
+    """
+    assert not isinstance(spec.log, str)
+    panel, log = TrainingPanel(run, spec, show=show), StepLog(run, spec.log)
+
+    def tick() -> None:
+        log.tick()
+        panel.tick()
+
+    write = display.write if show else display.discard
+    try:
+        engines.ask("train", requests, write=write, timeout=spec.timeout, run=run, on_tick=tick)
+    except BaseException as error:
+        if isinstance(error, (FsdpError, CellInterrupted)):
+            error.run = run
+        run.fail(error)
+        raise
+    finally:
+        log.tick()
+        panel.finish()
 
 
 class TrainingPanel:
