@@ -64,7 +64,7 @@ def world(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
 def cleaned(session: Session) -> Session:
     """Return a kept session as if it had just started; one that a test broke is restarted."""
     session.runs.clear()
-    session._newest_run = session._newest_evaluation = None
+    session._history.leave_engines()
     try:
         session.run(CLEAN, show=False, timeout=20)
     except FsdpError:

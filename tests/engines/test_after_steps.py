@@ -170,7 +170,11 @@ def test_stop_on_one_rank_ends_all_after_that_step(session, where):
     )
     cell, options = STOPS[where]
     run = session.train(cell, steps=6, **OPTIONS, **options)
-    assert (run.state, run.steps, run.notes) == ("done", 3, [])
+    assert (run.state, run.steps, run.notes) == (
+        "done",
+        3,
+        ["fsdp.stop() ended the run after 3 of 6 steps"],
+    )
     second = session.train(CELL, steps=3, **OPTIONS)
     assert run.losses + second.losses == pytest.approx(by_itself()["losses"], rel=1e-9)
 

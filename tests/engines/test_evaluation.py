@@ -359,8 +359,9 @@ def test_an_interrupt_leaves_the_session_usable(session):
 
 
 def test_an_interrupt_ends_an_evaluation_inside_a_run_and_the_run(session):
-    session.model(BUILT + "import time", show=False)
-    evaluated(session, "time.sleep(0.05)\n" + CELL, data="data * 20", micro_batch_size=1)
+    session.model(BUILT + "import time\nseconds = 0", show=False)
+    evaluated(session, "time.sleep(seconds)\n" + CELL, data="data * 20", micro_batch_size=1)
+    session.run("seconds = 0.05", show=False)
     with interrupted_after(0.5), pytest.raises(CellInterrupted) as caught:
         session.train(TRAINING, **STEPS, eval_every=2)
     run = caught.value.run
