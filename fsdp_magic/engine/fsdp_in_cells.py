@@ -45,8 +45,14 @@ class FsdpInCells:
         Args:
             x: of the same shape on every rank.
         """
+        x = self.whole(x)
+        kinds = self._kinds(x)
+        if len(set(kinds)) > 1:
+            raise FsdpError(
+                f"fsdp.mean(x) takes x of one shape and type on all ranks; they have "
+                f"{', '.join(dict.fromkeys(kinds))}"
+            )
         if isinstance(x, torch.Tensor):
-            x = self.whole(x)
             kind = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
             mean: torch.Tensor = _Mean.apply(x.to(kind), self._world_size)  # type: ignore[no-untyped-call]
             return mean
@@ -62,14 +68,23 @@ class FsdpInCells:
 
         Collective: every rank must call this.
         """
-        if not isinstance(x, torch.Tensor):
+        x = self.whole(x)
+        if isinstance(x, torch.Tensor) and x.ndim == 0:
+            x = x.reshape(1)
+        rows = len(x) if isinstance(x, torch.Tensor) else None
+        ranks: list[Any] = [None] * self._world_size
+        dist.all_gather_object(ranks, (rows, _kind(x[:0] if rows is not None else x)))
+        if rows is None and all(theirs is None for theirs, _ in ranks):
             values: list[Any] = [None] * self._world_size
             dist.all_gather_object(values, x)
             return values
-        x = x.reshape(1) if x.ndim == 0 else x
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world_size)]
-        dist.all_gather(lengths, torch.tensor([len(x)]))
-        sizes = [int(length) for length in lengths]
+        kinds = [kind for _, kind in ranks]
+        if len(set(kinds)) > 1:
+            raise FsdpError(
+                "fsdp.gather(x) takes tensors that differ in dim 0 only; the ranks have "
+                f"{', '.join(dict.fromkeys(kinds))} (dim 0 left out)"
+            )
+        sizes = [theirs for theirs, _ in ranks]
         gathered: torch.Tensor = _Gather.apply(x, sizes, self._rank)  # type: ignore[no-untyped-call]
         return gathered
 
@@ -93,6 +108,15 @@ class FsdpInCells:
         """Leave gradients on each rank inside, to be reduced by the next backward outside."""
         return gathering.no_sync(model)
 
+    def _kinds(self, x: Any) -> list[str]:
+        """Return what each rank has; unlike tensors in a collective would end the engines.
+
+        Collective: every rank must call this.
+        """
+        kinds: list[Any] = [None] * self._world_size
+        dist.all_gather_object(kinds, _kind(x))
+        return kinds
+
     # -- for the run
 
     def begin_run(self) -> None:
@@ -107,6 +131,12 @@ class FsdpInCells:
     def stopping(self) -> bool:
         """Whether the cell called ``stop``."""
         return self._stopping
+
+
+def _kind(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        return "a number" if isinstance(x, (int, float)) else type(x).__name__
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 class _Mean(torch.autograd.Function):

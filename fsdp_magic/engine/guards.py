@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.parallel import gathering
 
 
 class Watcher(Protocol):
@@ -121,6 +122,7 @@ class Guards:
         with ExitStack() as stack:
             for place in (torch.Tensor, torch.autograd):
                 stack.enter_context(self._wrapped(place, "backward", self._backward))
+            stack.enter_context(_wrapped_grad(self))
             for owner in (nn.Module, Optimizer):
                 stack.enter_context(self._wrapped(owner, "zero_grad", self._zero_grad))
             for kind in {_definer(type(s), "step") for s in self._schedulers}:
@@ -146,6 +148,11 @@ class Guards:
             yield
         finally:
             setattr(owner, name, original)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the cell is running."""
+        return self._watching
 
     # what is called inside a watched call (Tensor.backward calls autograd.backward) is torch's
 
@@ -182,6 +189,29 @@ class Guards:
             closure = functools.partial(self._watcher.closure, kwargs["closure"])
             return args, {**kwargs, "closure": closure}
         return None
+
+
+@contextmanager
+def _wrapped_grad(guards: Guards) -> Iterator[None]:
+    """Refuse gradients of gradients of shards, whose backward needs what is freed by then."""
+    original = torch.autograd.grad
+
+    @functools.wraps(original)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        if guards.is_watching and kwargs.get("create_graph") and not gathering.is_held():
+            where, line = _line_of_cell()
+            raise FsdpError(
+                f"{where} takes gradients that are differentiated again{line}; the parameters "
+                "must be whole for that: put the lines of the cell into "
+                "`with fsdp.unsharded(model):`"
+            )
+        return original(*args, **kwargs)
+
+    torch.autograd.grad = grad
+    try:
+        yield
+    finally:
+        torch.autograd.grad = original
 
 
 def _definer(kind: type, name: str) -> type:

@@ -18,6 +18,7 @@ from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.optimizers import parameters_of, repoint
 from fsdp_magic.engine.parallel import blocks, fsdp
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.unfit import refuse_shared_between
 from fsdp_magic.engine.reachable import outermost, reachable
 from fsdp_magic.engine.world import World
 
@@ -77,6 +78,7 @@ def shard_all(
     Collective: every rank must call this.
     """
     placements = []
+    refuse_shared_between(wanted)
     for name, module in wanted.items():
         model, replaced = fsdp.shard(module, name=name, spec=spec, world=world)
         for optimizer in reachable(namespace, Optimizer).values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -48,9 +49,12 @@ class Cursor:
 
     def is_of(self, source: Any) -> bool:
         """Return whether this is the place in that very object."""
-        if isinstance(self._identity, weakref.ref):
-            return self._identity() is source
-        return bool(self._identity == _identity(source))
+        return _is(self._identity, source)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the source is gone for everybody else."""
+        return _is_only_ours(self._identity)
 
     def begin(self, *, link: Link | None = None, made: Any = None) -> None:
         """Say what this epoch is read from; marks of this place then lead there too."""
@@ -80,6 +84,7 @@ class Position:
 
     def cursor(self, source: Any) -> Cursor:
         """Return the place in a source; its beginning if it was never read."""
+        self._cursors = [cursor for cursor in self._cursors if not cursor.is_left]
         cursor = next((c for c in self._cursors if c.is_of(source)), None)
         if cursor is None:
             cursor = Cursor(source, self)
@@ -109,11 +114,38 @@ class Position:
                 mark.places[cursor] = cursor.place
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A source that cannot be held weakly (a list, say), so that its id is not given anew."""
+
+    source: Any
+    type: type
+
+
 def _identity(source: Any) -> Any:
-    """Return what tells an object from others without keeping it alive, where that is possible."""
+    """Return what tells an object from others, without keeping it alive where that is possible."""
     if isinstance(source, MethodType):  # made anew each time it is named
-        return id(source.__self__), source.__func__
+        return _identity(source.__self__), source.__func__
     try:
         return weakref.ref(source)
-    except TypeError:  # a list, say
-        return id(source), type(source)
+    except TypeError:
+        return _Held(source, type(source))
+
+
+def _is(identity: Any, source: Any) -> bool:
+    if isinstance(identity, weakref.ref):
+        return identity() is source
+    if isinstance(identity, _Held):
+        return identity.source is source
+    itself, function = identity
+    return (
+        isinstance(source, MethodType)
+        and source.__func__ is function
+        and _is(itself, source.__self__)
+    )
+
+
+def _is_only_ours(identity: Any) -> bool:
+    """Return whether nobody but a place holds its source any more."""
+    # the field of ``_Held`` and the argument of getrefcount
+    return isinstance(identity, _Held) and sys.getrefcount(identity.source) <= 2

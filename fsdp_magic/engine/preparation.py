@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.specs import EvalSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
@@ -168,11 +169,17 @@ class Preparation:
     def _weighing(self, cell: Cell, trained: Trained) -> Weighing:
         """Return how batches are weighed; labels as the models count them that are trained."""
         kind = self._request.spec.loss
+        late = "loss_weight" in cell.assigned
+        if late and self._request.spec.manual:
+            raise FsdpError(
+                "loss_weight is for cells whose backward is the extension's; with --manual weigh "
+                "the loss in the cell"
+            )
         held = {id(parameter) for parameter in trained.parameters}
         modules = [m.module for m in self._models]
         learning = [m for m in modules if any(id(p) in held for p in m.parameters())]
         shifted = kind == "tokens" and shifts_labels(learning)
-        return Weighing(kind, late="loss_weight" in cell.assigned, shifted=shifted)
+        return Weighing(kind, late=late, shifted=shifted)
 
     def _snapshot(self, trained: Trained, position: Position) -> Callable[[], None]:
         """Return what puts everything back that a trial changes."""

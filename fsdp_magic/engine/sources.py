@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -88,8 +89,15 @@ def kind_of(source: Any) -> Kind:
     Raises:
         FsdpError: if it is none of them.
     """
+    if isinstance(source, nn.Module):
+        raise FsdpError("--data is a model; name the data that it reads")
     if isinstance(source, DataLoader):
         return _loader(source)
+    if getattr(source, "_distributed", None) is not None:  # datasets.distributed
+        raise FsdpError(
+            "--data was split by split_dataset_by_node, and the extension cuts the data over the "
+            "ranks itself; pass the whole data set"
+        )
     if isinstance(source, IterableDataset) or is_huggingface(source, "IterableDataset"):
         return _stream(source)
     if isinstance(source, Mapping):

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
+
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine import order
 from fsdp_magic.engine.cut import Cut, Reader
@@ -96,7 +98,7 @@ class Track:
 def is_function(source: Any) -> bool:
     """Return whether a source is to be called for its data."""
     holds = isinstance(source, Iterable) or hasattr(source, "__getitem__")
-    return callable(source) and not holds and not isinstance(source, type)
+    return callable(source) and not holds and not isinstance(source, (type, nn.Module))
 
 
 def called(function: Callable[..., Any], seed: int, epoch: int) -> Any:

@@ -65,6 +65,7 @@ def find_trained(
     for optimizer in optimizers.values():
         for model in models:  # one made between a forward and now holds gathered parameters
             repoint(optimizer, torch_private.sharded_of_unsharded(model.module))
+            repoint(optimizer, model.replaced)  # made of a list from before it was sharded
     refuse_shared(optimizers)
     refuse_unfit(optimizers, calls_closures=manual)
     for optimizer in optimizers.values():
@@ -77,7 +78,11 @@ def find_trained(
     trained = Trained(
         optimizers=optimizers, parameters=parameters, whole=whole, used=Used(parameters, models)
     )
-    return trained, [*_unoptimized(models, parameters), *_unbound(namespace, optimizers)]
+    return trained, [
+        *_unoptimized(models, parameters),
+        *_unbound(namespace, optimizers),
+        *_stale(namespace, models),
+    ]
 
 
 def take_whole_from_rank_0(trained: Trained, world: World) -> list[str]:
@@ -122,6 +127,19 @@ def _unbound(namespace: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) 
         "was replaced, make the optimizer again"
         for name, count in counts.items()
         if count
+    ]
+
+
+def _stale(namespace: Mapping[str, Any], models: list[ShardedModel]) -> list[str]:
+    """Name what leads to parameters as they were before sharding, which nothing trains."""
+    earlier = {key for model in models for key in model.replaced}
+    names = [n for n, p in reachable(namespace, nn.Parameter).items() if id(p) in earlier]
+    if not names:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [
+        f"{names[0]}{more} is a parameter from before the model was sharded, which nothing trains; "
+        "take it from the model again"
     ]
 
 

@@ -74,7 +74,7 @@ class Engines:
             on_tick: called some twenty times a second.
         """
         if self.broken is not None:
-            raise self.broken
+            raise self.broken.with_traceback(None)  # else it grows with each cell
         self._check_dead(tuple(self._ranks[engine_id] for engine_id in self.cluster.dead))
         engines = {rank: engine_id for engine_id, rank in self._ranks.items()}
         asked = {engines[rank]: request for rank, request in requests.items()}

@@ -442,6 +442,7 @@ def test_evaluation_takes_every_sample_once_in_equally_many_passes(prepared, dat
 @pytest.mark.parametrize(
     ("data", "options", "words"),
     [
+        ("torch.nn.Linear(2, 1)", {}, "--data is a model; name the data that it reads"),
         ("7", {}, "--data is a int, which holds no batches; it takes a data set"),
         ("'text'", {}, "--data is a str, which holds no batches"),
         ("{'train': [1], 'test': [2]}", {}, r'--data is a dict.*--data NAME\["train"\]'),

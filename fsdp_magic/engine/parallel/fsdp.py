@@ -25,6 +25,7 @@ from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
 from fsdp_magic.engine.parallel.methods import free_before_steps, gather_around_calls
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
+from fsdp_magic.engine.parallel.unfit import refuse_lossy
 from fsdp_magic.engine.world import World
 
 
@@ -40,6 +41,8 @@ class ShardedModel:
         strategy: how it is spread.
         notes: sentences a person should read.
         used: ids of the sharded parameters that got a gradient on this rank since it was cleared.
+        earlier: the parameters from before, as long as a person holds them, with what replaced
+            each.
     """
 
     name: str
@@ -47,6 +50,15 @@ class ShardedModel:
     strategy: str
     notes: list[str] = field(default_factory=list)
     used: set[int] = field(default_factory=set)
+    earlier: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = field(
+        default_factory=list, repr=False
+    )
+
+    @property
+    def replaced(self) -> dict[int, nn.Parameter]:
+        """The present parameter by the id of an earlier one that a person still holds."""
+        pairs = ((old(), new()) for old, new in self.earlier)
+        return {id(old): new for old, new in pairs if old is not None and new is not None}
 
     @property
     def alive(self) -> bool:
@@ -80,6 +92,7 @@ def shard(
     model = ShardedModel(name=name, reference=weakref.ref(module), strategy=spec.strategy)
     places = _places(module)
     _refuse_meta(module, name)
+    refuse_lossy(module, name)
     module.to(world.device)
     named = [*module.named_parameters(), *module.named_buffers()]
     if take_from_rank_0(named, built=name, world=world):
@@ -87,7 +100,8 @@ def shard(
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    ignored = {p for p in module.parameters() if p.ndim == 0}  # FSDP2 cannot cut a scalar
+    # FSDP2 cannot cut a scalar, nor what has no rows
+    ignored = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
     _refuse_mixed_dtypes(module, ignored)
     model.notes += _chosen_notes(name, module)
     for unit in blocks(module):
@@ -101,8 +115,16 @@ def shard(
     fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
     torch_private.settle_root(module)
     _prepare(model)
-    replaced = {id(old): owner._parameters[attribute] for old, owner, attribute in places}
-    return model, {key: new for key, new in replaced.items() if new is not None}
+    for old, owner, attribute in places:
+        new = owner._parameters[attribute]
+        if new is not None and new is not old:
+            vars(new).update(vars(old))  # a person's marks on it, such as p.no_decay
+            model.earlier.append((weakref.ref(old), weakref.ref(new)))
+    return model, {
+        id(old): new
+        for old, owner, attribute in places
+        if (new := owner._parameters[attribute]) is not None
+    }
 
 
 def _prepare(model: ShardedModel) -> None:

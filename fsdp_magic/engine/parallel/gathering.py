@@ -22,6 +22,14 @@ from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.parallel.methods import owner
 
+_HELD: list[nn.Module] = []
+"""The modules that are held whole at the moment."""
+
+
+def is_held() -> bool:
+    """Return whether any model is held whole at the moment."""
+    return bool(_HELD)
+
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
@@ -40,6 +48,8 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         for group in groups:
             stack.enter_context(torch_private.held_gathered(group))
         stack.enter_context(torch_private.gathered_again_in_backward(groups))
+        _HELD.append(module)
+        stack.callback(_HELD.remove, module)
         yield
         for group in groups:
             torch_private.keep_writes(group)
