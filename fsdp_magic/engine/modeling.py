@@ -58,6 +58,12 @@ def wanted_modules(
     ours = {id(model.module): model for model in models.values() if model.alive}
     foreign = [n for n, module in found.items() if n not in wanted and id(module) not in ours]
     if foreign:
+        inner = next((m for m in found[foreign[0]].modules() if id(m) in ours), None)
+        if inner is not None:
+            raise FsdpError(
+                f"{foreign[0]} holds {ours[id(inner)].name}, which is sharded already; build the "
+                "whole of it in one %%fsdp_model cell"
+            )
         raise FsdpError(
             f"{foreign[0]} was sharded by other code than ours; build it without fully_shard, and "
             "%%fsdp_model shards it"

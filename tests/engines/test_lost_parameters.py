@@ -171,3 +171,9 @@ def test_data_made_anew_is_read_from_its_beginning_on_every_rank(session):
         )
         session.train(cell, data="data", steps=1, no_shuffle=True, show=False)
     assert session.pull("first", rank="all") == [[0] * 6, [8] * 6]
+
+
+def test_a_model_around_a_sharded_one_is_refused_with_the_reason(session):
+    session.model("import torch.nn as nn\nencoder = nn.Linear(4, 4)", show=False)
+    with pytest.raises(CellFailedError, match="model holds encoder, which is sharded already"):
+        session.model("model = nn.Sequential(encoder, nn.Linear(4, 2))", show=False)

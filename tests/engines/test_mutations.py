@@ -16,7 +16,9 @@ from test_loss_weights import MEAN, OPTIONS, TOKENS, WEIGHTED, loop_of, over_tok
 CASE = Case()
 
 SAVE = """
-from fsdp_magic.engine import feeding, gradients, modeling, optimizers, step, used, weights
+from fsdp_magic.engine import (
+    feeding, gradients, modeling, optimizers, step, trained, used, weights,
+)
 from fsdp_magic.engine import data as data_module
 from fsdp_magic.engine.parallel import fsdp as fsdp_module
 _originals = [
@@ -32,7 +34,7 @@ world_size_ = world_size
 RESTORE = """
 for owner, name, value in _originals:
     setattr(owner, name, value)
-modeling.repoint = optimizers.repoint
+modeling.repoint = trained.repoint = optimizers.repoint
 """
 
 MUTATIONS = {
@@ -96,7 +98,7 @@ def repoint(optimizer, replaced, _o=optimizers.repoint):
 modeling.repoint = repoint
 """,
     "optimizer not re-pointed": """
-modeling.repoint = lambda optimizer, replaced: None
+modeling.repoint = trained.repoint = lambda optimizer, replaced: None
 """,
     "one rank's data repeated": """
 import dataclasses
