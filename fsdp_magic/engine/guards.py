@@ -25,6 +25,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.parallel import gathering
 
+_CREATE_GRAPH = 4
+"""Place of that argument of ``torch.autograd.grad``."""
+
 
 class Watcher(Protocol):
     """What happens at a call that the guards found in a cell."""
@@ -198,7 +201,8 @@ def _wrapped_grad(guards: Guards) -> Iterator[None]:
 
     @functools.wraps(original)
     def grad(*args: Any, **kwargs: Any) -> Any:
-        if guards.is_watching and kwargs.get("create_graph") and not gathering.is_held():
+        again = kwargs.get("create_graph", len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH])
+        if guards.is_watching and again and not gathering.is_held():
             where, line = _line_of_cell()
             raise FsdpError(
                 f"{where} takes gradients that are differentiated again{line}; the parameters "

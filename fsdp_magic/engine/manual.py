@@ -21,8 +21,7 @@ from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
 from fsdp_magic.engine.micro_step import CellRunner, scalar_loss
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.parallel import fsdp, gathering
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel import gathering
 from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.step import names_of, weighted
 from fsdp_magic.engine.telemetry import MemoryWatch
@@ -38,7 +37,6 @@ class ManualStep:
     Args:
         world: the ranks.
         trained: what the bound optimizers hold.
-        models: the sharded models.
         memory: told where memory is at a height.
         has_data: whether ``batch`` is bound.
 
@@ -54,13 +52,11 @@ class ManualStep:
         *,
         world: World,
         trained: Trained,
-        models: list[ShardedModel],
         memory: MemoryWatch,
         has_data: bool,
     ) -> None:
         self._world = world
         self._trained = trained
-        self._models = models
         self._memory = memory
         self._has_data = has_data
         self._squares: dict[int, torch.Tensor] = {}
@@ -108,13 +104,7 @@ class ManualStep:
         return result
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
-        """Measure the gradient that an optimizer is about to use, and have it change the shards.
-
-        After a forward without backward the root's parameters are still gathered; the next one
-        would use them as they were.
-        """
-        for model in self._models:
-            fsdp.reshard(model)
+        """Measure the gradient that an optimizer is about to use."""
         self._squares[id(optimizer)] = gradients.square_of(
             parameters_of(optimizer), world_size=self._world.world_size
         )
