@@ -7,6 +7,7 @@ it lacks a notebook's widgets.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import builtins
 import ctypes
@@ -25,6 +26,7 @@ from ipyparallel.engine.app import IPEngine
 
 from fsdp_magic.core.protocol import CALL_NAME
 from fsdp_magic.engine import terminal
+from fsdp_magic.engine.channel import open_channel
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.verbs import Engine
 
@@ -41,9 +43,19 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         signal.signal(signal.SIGTERM, _leave)
         _keep_handler(self.kernel)
         terminal.replace(self.kernel.shell)
+        self.kernel.control_handlers["signal_request"] = self._take_signal
         engine = Engine(shell=self.kernel.shell)
         setattr(builtins, CALL_NAME, engine.call)
         os.register_at_fork(after_in_child=_die_with_parent)
+        # once this turn of the loop has finished the registration
+        asyncio.get_running_loop().call_soon(open_channel, self.kernel, engine)
+
+    def _take_signal(self, stream: Any, identity: Any, request: Any) -> None:
+        """Do what ipyparallel's nanny would, which is not there; for ``%%px``'s interrupts."""
+        wanted = request["content"]["sig"]
+        number = getattr(signal, wanted) if isinstance(wanted, str) else wanted
+        os.kill(os.getpid(), number)
+        self.session.send(stream, "signal_reply", {"status": "ok"}, parent=request, ident=identity)
 
 
 def _keep_handler(kernel: Any) -> None:

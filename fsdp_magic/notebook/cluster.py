@@ -9,6 +9,7 @@ a process has ended.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -27,10 +28,13 @@ from typing import Any
 import ipyparallel
 from ipyparallel.error import RemoteError
 
+from fsdp_magic.core.channel import Asked, Finished, Published, Ready
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import CALL_NAME, KERNEL_PID_VARIABLE, PROGRESS_KEY
+from fsdp_magic.core.protocol import CALL_NAME, KERNEL_PID_VARIABLE, PROGRESS_KEY, HelloReport
+from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.events import Answered, Died, Events, Printed, Progressed
+from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 
 _START_SECONDS = 120.0
@@ -50,16 +54,23 @@ class Cluster:
         page: the page shared with the engines.
     """
 
-    def __init__(self, n: int, *, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, n: int, *, environment: Mapping[str, str], server: ForkServer | None = None
+    ) -> None:
         self.n = n
-        self.directory = tempfile.mkdtemp(prefix="fsdp_magic-")
+        self._server = server
+        self.directory = tempfile.mkdtemp(prefix="fsdp_magic-") if not server else server.directory
         self.page = Page(_new_page(Path(self.directory, "page"), n))
         self._loop = LoopThread()
         self._events: Events | None = None
+        self._number = 0
         self._dead: dict[int, int | None] = {}
         self._crashes: dict[int, str] = {}
-        self._pids: dict[int, int] = {}
-        self._cluster = ipyparallel_cluster(self.directory, n)
+        self._ready: dict[int, Ready] = {}
+        self._orders: dict[int, int] = {}
+        self._changed = threading.Event()
+        self._channels = Channels(self._hear)
+        self._cluster = ipyparallel_cluster(self.directory, n, server)
         self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
         self._client: Any = None
         self._stopped = False
@@ -67,7 +78,7 @@ class Cluster:
     # -- life
 
     def start(self) -> None:
-        """Start everything and wait until every engine has registered.
+        """Start everything and wait until every engine is ready.
 
         Raises:
             FsdpError: if an engine ended or did not come in time; nothing is left behind.
@@ -75,7 +86,10 @@ class Cluster:
         try:
             self._loop.run(self._cluster.start_controller(environment=self._environment))
             self._loop.run(self._cluster.start_engines(self.n, environment=self._environment))
-            self._client = self._connected()
+            launchers = self._engine_launchers()
+            for launcher in (*launchers, self._cluster.controller):
+                launcher.on_stop(lambda _: self._changed.set())
+            self._channels.start({int(x.identifier): x.channel for x in launchers})
             self._wait_for_engines()
         except BaseException:
             self.stop()
@@ -96,16 +110,29 @@ class Cluster:
             if launcher is not None:  # its thread reports to the loop once more
                 with suppress(TimeoutError):
                     self._loop.run(launcher.join(timeout=1))
+        self._channels.close()
         self._loop.stop()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._server is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            _empty(self.directory)
 
     def _connected(self) -> Any:
+        """Return a client that knows the engines that live, and only those."""
         info = self._loop.run(self._cluster.controller.get_connection_info())
-        return ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
+        client = ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
+        deadline = time.monotonic() + _START_SECONDS
+        while len(client.ids) < self.n and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for engine_id in self._dead:
+            _tell_hub(client, engine_id)
+        return client
 
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
-        while len(self._client.ids) < self.n:
+        while len(self._ready) < self.n:
+            self._changed.wait(timeout=1.0)
+            self._changed.clear()
             logs = self._logs_of_ended()
             if logs:
                 raise FsdpError(
@@ -114,10 +141,9 @@ class Cluster:
                 )
             if time.monotonic() > deadline:
                 raise FsdpError(
-                    f"{self.n} engines were asked for, {len(self._client.ids)} came within "
-                    f"{_START_SECONDS:.0f} s; try %fsdp_init -n {max(1, len(self._client.ids))}"
+                    f"{self.n} engines were asked for, {len(self._ready)} came within "
+                    f"{_START_SECONDS:.0f} s; try %fsdp_init -n {max(1, len(self._ready))}"
                 )
-            time.sleep(0.01)
 
     def _engine_launchers(self) -> list[Any]:
         return [x for s in self._cluster.engines.values() for x in s.launchers.values()]
@@ -130,13 +156,15 @@ class Cluster:
     # -- talking
 
     @property
-    def engine_ids(self) -> list[int]:
-        """The ids of the registered engines."""
-        return sorted(self._client.ids)
+    def hellos(self) -> dict[int, HelloReport]:
+        """Who the engines are, by engine id."""
+        return {ready.engine_id: ready.hello for ready in self._ready.values()}
 
     @property
     def client(self) -> Any:
-        """The ipyparallel client, for a person who wants it."""
+        """The ipyparallel client, for a person who wants it; connected when first asked for."""
+        if self._client is None:
+            self._client = self._connected()
         return self._client
 
     def send(self, verb: str, requests: Mapping[int, Any]) -> Events:
@@ -150,16 +178,39 @@ class Cluster:
             Where everything that they then say arrives.
         """
         events: Events = Events()
+        self._number += 1
         self._events = events
         for engine_id, request in requests.items():
-            self._send(engine_id, verb, request, events)
+            order = self._orders.get(engine_id)
+            if order is None:
+                self._send(engine_id, verb, request, events)
+            else:
+                asked = Asked(number=self._number, verb=verb, request=request)
+                self._channels.send(order, asked)
         return events
+
+    def _hear(self, order: int, message: Any) -> None:
+        """Take what an engine says on its channel; runs in the thread that reads."""
+        if isinstance(message, Ready):
+            self._ready[order] = message
+            self._orders[message.engine_id] = order
+            self._changed.set()
+            return
+        events = self._events
+        if events is None or message.number != self._number:
+            return  # of a request that nobody follows any more
+        engine_id = self._ready[order].engine_id
+        match message:
+            case Published():
+                _publish(engine_id, _jupyter_message(message), events)
+            case Finished(reply=reply):
+                events.put(Answered(engine_id=engine_id, reply=reply))
 
     def _send(self, engine_id: int, verb: str, request: Any, events: Events) -> None:
         def hook(future: Any) -> None:
             future.iopub_callbacks.append(lambda message: _publish(engine_id, message, events))
 
-        name = self._client._engines.get(engine_id)
+        name = self.client._engines.get(engine_id)
         if name is None:
             self._presume_dead(engine_id, events)
             return
@@ -207,19 +258,19 @@ class Cluster:
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
         for engine_id in engine_ids:
-            pid = self._pids.get(engine_id)
-            if pid is not None and engine_id not in self._dead:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGINT)
+            if engine_id not in self._dead:
+                self._launcher(engine_id).signal(signal.SIGINT)
+
+    def _launcher(self, engine_id: int) -> Any:
+        order = str(self._orders[engine_id])
+        return next(x for x in self._engine_launchers() if x.identifier == order)
 
     # -- watching
 
-    def watch(self, pids: Mapping[int, int]) -> None:
-        """Learn the engines' process ids, and from now on say when one ends."""
-        self._pids.update(pids)
-        identifiers = {x.pid: x for x in self._engine_launchers()}
-        for engine_id, pid in pids.items():
-            launcher = identifiers[pid]
+    def watch(self) -> None:
+        """Say from now on when an engine ends."""
+        for engine_id in self.hellos:
+            launcher = self._launcher(engine_id)
             launcher.on_stop(partial(self._note_death, engine_id, launcher))
 
     @property
@@ -233,6 +284,8 @@ class Cluster:
         self._crashes[engine_id] = _crash_report(launcher.get_output())
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
+        if self._client is not None:
+            _tell_hub(self._client, engine_id)
 
     def died(self, engine_id: int, *, rank: int | None) -> EngineDiedError:
         """Return the error that tells of an engine's death."""
@@ -240,7 +293,7 @@ class Cluster:
         number = -code if code is not None and code < 0 else None
         crash = self._crashes.get(engine_id, "")
         how = f"exit code {code}" if number is None else signal.Signals(number).name
-        how = "it cannot be reached" if code is None else how
+        how = "nobody can say how" if code is None else how
         name = f"engine {engine_id}" if rank is None else f"rank {rank}"
         host = socket.gethostname()
         return EngineDiedError(
@@ -259,6 +312,33 @@ def _new_page(path: Path, world_size: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, page_bytes(world_size))).cast("Q")
     finally:
         os.close(descriptor)
+
+
+def _empty(directory: str) -> None:
+    """Remove everything in a directory that goes on being used."""
+    for entry in Path(directory).iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _tell_hub(client: Any, engine_id: int) -> None:
+    """Tell ipyparallel that an engine ended, so that no ``%%px`` waits for it.
+
+    Sockets belong to one thread: it is sent in the client's own.
+    """
+    message = client.session.msg("unregistration_request", content={"id": engine_id})
+    client._io_loop.add_callback(client.session.send, client._query_stream, message)
+
+
+def _jupyter_message(published: Published) -> dict[str, Any]:
+    """Return what an engine published as ipyparallel would have brought it."""
+    return {
+        "header": json.loads(published.header),
+        "content": json.loads(published.content),
+        "buffers": list(published.buffers),
+    }
 
 
 def _publish(engine_id: int, message: Mapping[str, Any], events: Events) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
-from fsdp_magic.core.protocol import HelloReport, HelloRequest, RecoverRequest, Reply
+from fsdp_magic.core.protocol import RecoverRequest, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
 from fsdp_magic.notebook.display import discard
+from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of
 from fsdp_magic.notebook.output import Output
@@ -29,14 +30,15 @@ class Engines:
 
     Args:
         plan: the world to start.
+        server: makes their processes; None: each is started by itself.
 
     Attributes:
         cluster: their processes.
         broken: why nothing can be asked any more; None: all is well.
     """
 
-    def __init__(self, plan: WorldPlan) -> None:
-        self.cluster = Cluster(plan.n, environment=plan.environment)
+    def __init__(self, plan: WorldPlan, server: ForkServer | None = None) -> None:
+        self.cluster = Cluster(plan.n, environment=plan.environment, server=server)
         self.broken: FsdpError | None = None
         self._plan = plan
         self._ranks: dict[int, int] = {}
@@ -103,15 +105,10 @@ class Engines:
 
     def _join(self) -> None:
         """Give every engine its rank, and let them meet."""
-        ids = self.cluster.engine_ids
-        self._ranks = {engine_id: place for place, engine_id in enumerate(ids)}
-        replies = self._quick("hello", dict.fromkeys(ids, HelloRequest()))
-        hellos: dict[int, HelloReport] = {
-            engine_id: reply.report for engine_id, reply in zip(ids, replies, strict=True)
-        }
-        order = sorted(ids, key=lambda i: (hellos[i].host, hellos[i].local_order))
+        hellos = self.cluster.hellos
+        order = sorted(hellos, key=lambda i: (hellos[i].host, hellos[i].local_order))
         self._ranks = {engine_id: rank for rank, engine_id in enumerate(order)}
-        self.cluster.watch({engine_id: hello.pid for engine_id, hello in hellos.items()})
+        self.cluster.watch()
         directory = self.cluster.directory
         requests = {
             engine_id: self._plan.join_request(rank, directory=directory)

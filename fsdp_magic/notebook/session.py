@@ -26,6 +26,7 @@ from fsdp_magic.notebook import display
 from fsdp_magic.notebook import variables as variables_of
 from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.evaluation import Evaluation
+from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.history import History
 from fsdp_magic.notebook.options import looked_up
 from fsdp_magic.notebook.outcomes import outputs
@@ -50,22 +51,43 @@ class Session:
         self.spec = spec
         self._history = History()
         self.plan = plan_world(spec)
-        self._engines: Engines | None = Engines(self.plan)
-        _LIVE.add(self)
+        self._server: ForkServer | None = None
+        self._engines: Engines | None = None
+        self._start()
 
     # -- life
 
     def restart(self) -> Session:
         """Replace every engine by a fresh one; variables and models on them are gone."""
-        self.shutdown()
+        self._stop_engines()
         self._history.leave_engines()
-        self._engines = Engines(self.plan)
-        _LIVE.add(self)
+        self._start()
         return self
 
     def shutdown(self) -> None:
         """End the engines; nothing of them is left. Safe to call twice."""
         _LIVE.discard(self)
+        self._stop_engines()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def _start(self) -> None:
+        """Start engines, from the fork server that is there if it is in order."""
+        environment = self.plan.environment
+        if self._server is not None and not self._server.fits(environment):
+            self._server.stop()
+            self._server = None
+        if self._server is None and self.plan.forked:
+            self._server = ForkServer(environment)
+        try:
+            self._engines = Engines(self.plan, self._server)
+        except BaseException:
+            self.shutdown()
+            raise
+        _LIVE.add(self)
+
+    def _stop_engines(self) -> None:
         if self._engines is not None:
             self._engines.stop()
             self._engines = None

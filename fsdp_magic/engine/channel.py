@@ -1,0 +1,149 @@
+"""ENGINE: the channel to the kernel, which our verbs take; see ``notebook/channel.py``.
+
+Requests are read on the engine's event loop and done in its main thread, one at a time and in
+turn with the person's own ``%%px``. What a verb prints, displays or publishes goes the way that
+ipykernel gives it, to the thread that publishes; the socket at its end is ours, and sends on the
+channel what belongs to a request from there, also what a DataLoader's worker printed. So an
+answer, sent once the streams are flushed, comes after everything before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from jupyter_client.session import DELIM
+
+from fsdp_magic.core.channel import (
+    CHANNEL_VARIABLE,
+    Asked,
+    ChannelClosedError,
+    Finished,
+    Frames,
+    Published,
+    Ready,
+    framed,
+)
+from fsdp_magic.core.protocol import HelloReport, HelloRequest
+from fsdp_magic.engine.verbs import Engine
+
+_CHUNK_BYTES = 1 << 20
+_REQUEST = "fsdp_magic-"
+
+
+def open_channel(kernel: Any, engine: Engine) -> None:
+    """Serve the channel that this engine was started with, if any.
+
+    Args:
+        kernel: its ipykernel, whose loop is running.
+        engine: does the verbs.
+    """
+    number = os.environ.pop(CHANNEL_VARIABLE, None)
+    if number is None:
+        return
+    channel = _Channel(socket.socket(fileno=int(number)), kernel, engine)
+    channel.open()
+
+
+class _Channel:
+    def __init__(self, connection: socket.socket, kernel: Any, engine: Engine) -> None:
+        self._socket = connection
+        self._kernel = kernel
+        self._engine = engine
+        self._frames = Frames()
+        self._sending = threading.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self) -> None:
+        """Say that the engine is ready, and serve from now on."""
+        self._socket.set_inheritable(False)
+        publisher = self._kernel.iopub_socket
+        publisher.socket = _PublishingSocket(publisher.socket, self)
+        asyncio.get_running_loop().add_reader(self._socket, self._receive)
+        hello = self._engine.call("hello", HelloRequest()).report
+        assert isinstance(hello, HelloReport)
+        self.send(Ready(engine_id=self._kernel.engine_id, hello=hello))
+
+    def send(self, message: Any) -> None:
+        """Send a message to the kernel; from any thread, but never while SIGINT may raise."""
+        length, body = framed(message)
+        with self._sending:
+            self._socket.sendall(length + body)
+
+    def _receive(self) -> None:
+        try:
+            for asked in self._frames.add(self._socket.recv(_CHUNK_BYTES)):
+                self._take(asked)
+        except (OSError, ChannelClosedError):  # the kernel is gone, and the watcher knows
+            asyncio.get_running_loop().remove_reader(self._socket)
+
+    def _take(self, asked: Asked) -> None:
+        """Do a request now, or after the cell of the person's that is awaiting something."""
+        # ipykernel 7 holds this while it runs a cell; 6 has a queue, and no cell of a verb awaits
+        turn = getattr(self._kernel, "_main_asyncio_lock", None)
+        if turn is None or not turn.locked():
+            self._do(asked)
+            return
+        task = asyncio.get_running_loop().create_task(self._do_in_turn(asked, turn))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _do_in_turn(self, asked: Asked, turn: asyncio.Lock) -> None:
+        async with turn:
+            self._do(asked)
+
+    def _do(self, asked: Asked) -> None:
+        self._kernel.set_parent([], _request_message(asked.number))
+        reply = self._engine.call(asked.verb, asked.request)
+        self.send(Finished(number=asked.number, reply=reply))
+
+
+class _PublishingSocket:
+    """Stands for the socket on which an engine publishes; its thread alone sends on it."""
+
+    def __init__(self, replaced: Any, channel: _Channel) -> None:
+        self._replaced = replaced
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replaced, name)
+
+    def send_multipart(self, parts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Send on the channel what belongs to a request from there, and on the socket the rest."""
+        published = _published(parts)
+        if published is None:
+            return self._replaced.send_multipart(parts, *args, **kwargs)
+        return self._channel.send(published)
+
+
+def _published(parts: Sequence[Any]) -> Published | None:
+    """Return a Jupyter message for the channel; None if its parent came another way.
+
+    Source: the wire protocol of Jupyter messaging: identities, a delimiter, signature, header,
+    parent header, metadata, content, buffers.
+    """
+    frames = [bytes(memoryview(part)) for part in parts[:8]]
+    start = frames.index(DELIM) + 2
+    header, parent, _, content = frames[start : start + 4]
+    if _REQUEST.encode() not in parent:
+        return None
+    request = json.loads(parent)["msg_id"]
+    if not request.startswith(_REQUEST):
+        return None
+    return Published(
+        number=int(request.removeprefix(_REQUEST)),
+        header=header,
+        content=content,
+        buffers=tuple(bytes(memoryview(part)) for part in parts[start + 4 :]),
+    )
+
+
+def _request_message(number: int) -> dict[str, Any]:
+    """Return what ipykernel takes for the message that led to what is published next."""
+    header = {"msg_id": f"{_REQUEST}{number}", "msg_type": "apply_request", "version": "5.3"}
+    return {"header": header, "parent_header": {}, "metadata": {}, "content": {}, "buffers": []}
