@@ -3,8 +3,8 @@
 Requests are read on the engine's event loop and done in its main thread, one at a time and in
 turn with the person's own ``%%px``. What a verb prints, displays or publishes goes the way that
 ipykernel gives it, to the thread that publishes; the socket at its end is ours, and sends on the
-channel what belongs to a request from there, also what a DataLoader's worker printed. So an
-answer, sent once the streams are flushed, comes after everything before it.
+channel what belongs to a request from there, also what a DataLoader's worker printed. The answer
+takes the same way once the streams are flushed, so it comes after everything before it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import asyncio
 import json
 import os
 import socket
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from jupyter_client.session import DELIM
@@ -56,24 +57,27 @@ class _Channel:
         self._kernel = kernel
         self._engine = engine
         self._frames = Frames()
-        self._sending = threading.Lock()
+        self._publisher = kernel.iopub_socket
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
         """Say that the engine is ready, and serve from now on."""
         self._socket.set_inheritable(False)
-        publisher = self._kernel.iopub_socket
-        publisher.socket = _PublishingSocket(publisher.socket, self)
+        self._publisher.socket = _PublishingSocket(self._publisher.socket, self)
         asyncio.get_running_loop().add_reader(self._socket, self._receive)
         hello = self._engine.call("hello", HelloRequest()).report
         assert isinstance(hello, HelloReport)
-        self.send(Ready(engine_id=self._kernel.engine_id, hello=hello))
+        self._send_in_order(Ready(engine_id=self._kernel.engine_id, hello=hello))
 
     def send(self, message: Any) -> None:
-        """Send a message to the kernel; from any thread, but never while SIGINT may raise."""
+        """Send a message to the kernel; called in the thread that publishes, and only there."""
         length, body = framed(message)
-        with self._sending:
+        with suppress(OSError):  # the kernel is gone, and the watcher knows
             self._socket.sendall(length + body)
+
+    def _send_in_order(self, message: Any) -> None:
+        """Send a message after everything that was published before."""
+        self._publisher.schedule(partial(self.send, message))
 
     def _receive(self) -> None:
         try:
@@ -100,7 +104,7 @@ class _Channel:
     def _do(self, asked: Asked) -> None:
         self._kernel.set_parent([], _request_message(asked.number))
         reply = self._engine.call(asked.verb, asked.request)
-        self.send(Finished(number=asked.number, reply=reply))
+        self._send_in_order(Finished(number=asked.number, reply=reply))
 
 
 class _PublishingSocket:
