@@ -1,10 +1,10 @@
 """ENGINE: the channel to the kernel, which our verbs take; see ``notebook/channel.py``.
 
-Requests are read on the engine's event loop and done in its main thread, one at a time and in
-turn with the person's own ``%%px``. What a verb prints, displays or publishes goes the way that
+Requests are read on the engine's event loop and done in its main thread, one at a time, before or
+after a ``%%px`` of the person's. What a verb prints, displays or publishes goes the way that
 ipykernel gives it, to the thread that publishes; the socket at its end is ours, and sends on the
-channel what belongs to a request from there, also what a DataLoader's worker printed. The answer
-takes the same way once the streams are flushed, so it comes after everything before it.
+channel what belongs to a request from there. The answer takes the same way once the streams are
+flushed, so it comes after everything before it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class _Channel:
         self._engine = engine
         self._frames = Frames()
         self._publisher = kernel.iopub_socket
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
         """Say that the engine is ready, and serve from now on."""
@@ -76,30 +75,20 @@ class _Channel:
             self._socket.sendall(length + body)
 
     def _send_in_order(self, message: Any) -> None:
-        """Send a message after everything that was published before."""
-        self._publisher.schedule(partial(self.send, message))
+        """Send a message after everything that was published before.
+
+        In two turns of the publishing thread: what is published in it, as the streams do when
+        they are flushed, is itself sent a turn later.
+        """
+        schedule = self._publisher.schedule
+        schedule(lambda: schedule(partial(self.send, message)))
 
     def _receive(self) -> None:
         try:
             for asked in self._frames.add(self._socket.recv(_CHUNK_BYTES)):
-                self._take(asked)
+                self._do(asked)
         except (OSError, ChannelClosedError):  # the kernel is gone, and the watcher knows
             asyncio.get_running_loop().remove_reader(self._socket)
-
-    def _take(self, asked: Asked) -> None:
-        """Do a request now, or after the cell of the person's that is awaiting something."""
-        # ipykernel 7 holds this while it runs a cell; 6 has a queue, and no cell of a verb awaits
-        turn = getattr(self._kernel, "_main_asyncio_lock", None)
-        if turn is None or not turn.locked():
-            self._do(asked)
-            return
-        task = asyncio.get_running_loop().create_task(self._do_in_turn(asked, turn))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _do_in_turn(self, asked: Asked, turn: asyncio.Lock) -> None:
-        async with turn:
-            self._do(asked)
 
     def _do(self, asked: Asked) -> None:
         self._kernel.set_parent([], _request_message(asked.number))
@@ -113,13 +102,15 @@ class _PublishingSocket:
     def __init__(self, replaced: Any, channel: _Channel) -> None:
         self._replaced = replaced
         self._channel = channel
+        self._pid = os.getpid()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replaced, name)
 
     def send_multipart(self, parts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Send on the channel what belongs to a request from there, and on the socket the rest."""
-        published = _published(parts)
+        ours = os.getpid() == self._pid  # what a forked child sent would run into its parent's
+        published = _published(parts) if ours else None
         if published is None:
             return self._replaced.send_multipart(parts, *args, **kwargs)
         return self._channel.send(published)

@@ -102,7 +102,9 @@ class _ForkServer:
         return taken
 
     def _receive(self) -> None:
-        data, descriptors, _, _ = socket.recv_fds(self._control, _CHUNK_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(
+            self._control, _CHUNK_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+        )
         self._channels += descriptors
         try:
             self._waiting += self._frames.add(data)
@@ -190,12 +192,14 @@ def _become(asked: _Asked, kernel: int) -> None:
         from fsdp_magic.engine import controller
 
         guard(kernel, remove=os.environ.get("IPP_PROFILE_DIR"))
+        os.close(kernel)
         gc.enable()
         controller.run()
     else:
         from fsdp_magic.engine import __main__ as engine
 
         guard(kernel)
+        os.close(kernel)
         gc.enable()
         _make_chance_fresh()
         engine.run()

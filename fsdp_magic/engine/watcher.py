@@ -46,7 +46,7 @@ def guard(kernel: int, *, remove: str | None = None) -> None:
     """Fork the watcher of this process; must be called before any thread is started.
 
     Args:
-        kernel: a descriptor of the kernel's process.
+        kernel: a descriptor of the kernel's process; it stays open.
         remove: a directory to delete once the kernel is gone.
     """
     guarded_pid = os.getpid()

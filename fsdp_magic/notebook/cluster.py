@@ -1,14 +1,16 @@
 """KERNEL: the engines as processes: started, reached, watched, signalled and stopped.
 
-An ipyparallel cluster with a profile directory of its own, readable by nobody else. Three things
-differ from ipyparallel's defaults, each measured: engines import torch before they register; the
-hub's heart beats every 200 ms, because a registration completes on a beat; and a missed beat
+An ipyparallel cluster with a profile directory of its own, readable by nobody else. Four things
+differ from ipyparallel's defaults, each measured: a fork server makes the processes; our verbs
+take a channel straight to each engine, which is ready before ipyparallel's client could know it;
+the hub's heart beats every 200 ms, because a registration completes on a beat; and a missed beat
 means nothing (an engine that stands still for seconds is alive): the operating system says when
 a process has ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -26,20 +28,20 @@ from pathlib import Path
 from typing import Any
 
 import ipyparallel
-from ipyparallel.error import RemoteError
 
 from fsdp_magic.core.channel import Asked, Finished, Published, Ready
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import CALL_NAME, KERNEL_PID_VARIABLE, PROGRESS_KEY, HelloReport
+from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, PROGRESS_KEY, HelloReport
 from fsdp_magic.notebook.channel import Channels
+from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
 from fsdp_magic.notebook.events import Answered, Died, Events, Printed, Progressed
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 
 _START_SECONDS = 120.0
 _CRASH_LINES = 40
-_OUTPUT_SECONDS = 2.0
+_LOG_LINES = 12
 
 
 class Cluster:
@@ -92,6 +94,8 @@ class Cluster:
             self._channels.start({int(x.identifier): x.channel for x in launchers})
             self._wait_for_engines()
         except BaseException:
+            if self._server is not None:
+                self._server.kill()  # else an interrupt would wait until it has started
             self.stop()
             raise
 
@@ -103,6 +107,7 @@ class Cluster:
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None
+        self._loop.run(asyncio.sleep(0))  # a start that was interrupted starts no more after this
         launchers = [*self._engine_launchers(), self._cluster.controller]
         processes = [p for p in map(process_of, launchers) if p is not None]
         end([child for p in processes for child in children(p)] + processes)
@@ -111,28 +116,25 @@ class Cluster:
                 with suppress(TimeoutError):
                     self._loop.run(launcher.join(timeout=1))
         self._channels.close()
+        for channel in [x.channel for x in self._engine_launchers() if x.channel is not None]:
+            channel.close()
         self._loop.stop()
         if self._server is None:
             shutil.rmtree(self.directory, ignore_errors=True)
         else:
             _empty(self.directory)
 
-    def _connected(self) -> Any:
-        """Return a client that knows the engines that live, and only those."""
-        info = self._loop.run(self._cluster.controller.get_connection_info())
-        client = ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
-        deadline = time.monotonic() + _START_SECONDS
-        while len(client.ids) < self.n and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for engine_id in self._dead:
-            _tell_hub(client, engine_id)
-        return client
-
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while len(self._ready) < self.n:
             self._changed.wait(timeout=1.0)
             self._changed.clear()
+            controller = self._cluster.controller
+            if controller.state == "after":
+                raise FsdpError(
+                    f"the controller ended while starting: {controller.stop_data}; the end of its "
+                    f"log:\n{_last_lines(controller.get_output())}"
+                )
             logs = self._logs_of_ended()
             if logs:
                 raise FsdpError(
@@ -148,10 +150,10 @@ class Cluster:
     def _engine_launchers(self) -> list[Any]:
         return [x for s in self._cluster.engines.values() for x in s.launchers.values()]
 
-    def _logs_of_ended(self, lines: int = 12) -> list[str]:
+    def _logs_of_ended(self) -> list[str]:
         """Return the last lines of each engine that ended."""
-        logs = [text for s in self._cluster.engines.values() for text in list(s.outputs.values())]
-        return ["\n".join(log.splitlines()[-lines:]) for log in logs]
+        sets = self._cluster.engines.values()
+        return [_last_lines(text) for s in sets for text in list(s.outputs.values())]
 
     # -- talking
 
@@ -164,7 +166,8 @@ class Cluster:
     def client(self) -> Any:
         """The ipyparallel client, for a person who wants it; connected when first asked for."""
         if self._client is None:
-            self._client = self._connected()
+            info = self._loop.run(self._cluster.controller.get_connection_info())
+            self._client = connected(info["client"], self.directory, count=self.n, dead=self._dead)
         return self._client
 
     def send(self, verb: str, requests: Mapping[int, Any]) -> Events:
@@ -183,7 +186,8 @@ class Cluster:
         for engine_id, request in requests.items():
             order = self._orders.get(engine_id)
             if order is None:
-                self._send(engine_id, verb, request, events)
+                road = ControllerRoad(self.client, self._loop, publish=_publish)
+                road.send(engine_id, verb, request, events)
             else:
                 asked = Asked(number=self._number, verb=verb, request=request)
                 self._channels.send(order, asked)
@@ -205,55 +209,6 @@ class Cluster:
                 _publish(engine_id, _jupyter_message(message), events)
             case Finished(reply=reply):
                 events.put(Answered(engine_id=engine_id, reply=reply))
-
-    def _send(self, engine_id: int, verb: str, request: Any, events: Events) -> None:
-        def hook(future: Any) -> None:
-            future.iopub_callbacks.append(lambda message: _publish(engine_id, message, events))
-
-        name = self.client._engines.get(engine_id)
-        if name is None:
-            self._presume_dead(engine_id, events)
-            return
-        future = self._client.send_apply_request(
-            self._client._mux_stream,  # not the bare socket: its stream would miss replies
-            ipyparallel.Reference(CALL_NAME),
-            args=(verb, request),
-            ident=name.encode(),
-            message_future_hook=hook,
-        )
-        future.add_done_callback(partial(self._answer, engine_id, events))
-
-    def _answer(self, engine_id: int, events: Events, future: Any) -> None:
-        """Pass a reply on once the engine's output is complete.
-
-        It is when the engine says, on the channel of its output, that it is idle. That word can
-        be lost where a reply cannot, so it is waited for a moment only.
-        """
-        passed = threading.Event()
-
-        def pass_on(*_: Any) -> None:
-            if not passed.is_set():
-                passed.set()
-                events.put(Answered(engine_id=engine_id, reply=future.result()))
-
-        reply = future.result()
-        if isinstance(reply, RemoteError) and reply.ename == "EngineError":
-            self._presume_dead(engine_id, events)
-        future.output.add_done_callback(pass_on)
-        if not passed.is_set():
-            self._loop.later(_OUTPUT_SECONDS, pass_on)
-
-    def _presume_dead(self, engine_id: int, events: Events) -> None:
-        """Count an engine as dead that the hub has given up.
-
-        The operating system says within a moment how it ended; if it does not, the process may
-        live but cannot be reached any more.
-        """
-
-        def say() -> None:
-            events.put(Died(engine_id=engine_id, exit_code=self._dead.get(engine_id)))
-
-        self._loop.later(_OUTPUT_SECONDS, say)
 
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
@@ -285,7 +240,7 @@ class Cluster:
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
         if self._client is not None:
-            _tell_hub(self._client, engine_id)
+            tell_of_end(self._client, engine_id)
 
     def died(self, engine_id: int, *, rank: int | None) -> EngineDiedError:
         """Return the error that tells of an engine's death."""
@@ -314,6 +269,10 @@ def _new_page(path: Path, world_size: int) -> memoryview:
         os.close(descriptor)
 
 
+def _last_lines(log: str) -> str:
+    return "\n".join(log.splitlines()[-_LOG_LINES:])
+
+
 def _empty(directory: str) -> None:
     """Remove everything in a directory that goes on being used."""
     for entry in Path(directory).iterdir():
@@ -321,15 +280,6 @@ def _empty(directory: str) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-
-
-def _tell_hub(client: Any, engine_id: int) -> None:
-    """Tell ipyparallel that an engine ended, so that no ``%%px`` waits for it.
-
-    Sockets belong to one thread: it is sent in the client's own.
-    """
-    message = client.session.msg("unregistration_request", content={"id": engine_id})
-    client._io_loop.add_callback(client.session.send, client._query_stream, message)
 
 
 def _jupyter_message(published: Published) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE
 
 _CHUNK_BYTES = 1 << 16
 _LOG_BYTES = 1 << 20
-_STOP_SECONDS = 1.0
+_START_SECONDS, _STOP_SECONDS = 120.0, 1.0
 _PASSING = ("PYTEST_CURRENT_TEST",)
 """Variables that change all the time and that no import reads."""
 
@@ -46,11 +46,7 @@ class ForkedProcess:
         self.exit_code: int | None = None
         self._on_end = on_end
         self._ended = threading.Event()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return self._ended.is_set()
+        self._closing = threading.Lock()
 
     def wait(self, seconds: float | None) -> bool:
         """Return whether it has ended within a time."""
@@ -58,15 +54,17 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it is there."""
-        with suppress(OSError):
-            signal.pidfd_send_signal(self.descriptor, number)
+        with self._closing, suppress(ProcessLookupError):
+            if self.descriptor >= 0:
+                signal.pidfd_send_signal(self.descriptor, number)
 
     def end(self, exit_code: int | None) -> None:
         """Note that it has ended."""
         self.exit_code = exit_code
         self._ended.set()
-        os.close(self.descriptor)
-        self.descriptor = -1
+        with self._closing:
+            os.close(self.descriptor)
+            self.descriptor = -1
         self._on_end(exit_code)
 
 
@@ -79,6 +77,7 @@ class ForkServer:
     Attributes:
         directory: a 0700 directory for its processes; removed when the server is stopped, or by
             its watcher once the kernel is gone.
+        killed: whether it was told to end, so that nothing should be started in its place.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -103,6 +102,7 @@ class ForkServer:
             )
         self._asked = 0
         self._closed = False
+        self.killed = False
         self._processes: dict[int, ForkedProcess] = {}
         self._callbacks: dict[int, Callable[[int | None], None]] = {}
         self._answers: queue.Queue[ForkedProcess | str | None] = queue.Queue()
@@ -149,17 +149,26 @@ class ForkServer:
             socket.send_fds(self._control, [length], descriptors)
             self._control.sendall(body)
         except OSError:
-            return "the fork server ended"
-        return self._answers.get() or "the fork server ended"
+            return f"the fork server ended:\n{self.log}"
+        try:
+            answer = self._answers.get(timeout=_START_SECONDS)
+        except queue.Empty:
+            return f"the fork server was not ready within {_START_SECONDS:.0f} s"
+        return answer or f"the fork server ended:\n{self.log}"
 
     def next_number(self) -> int:
         """Return a number for a request."""
         self._asked += 1
         return self._asked
 
-    def stop(self) -> None:
-        """End the server, not its processes, and remove the directory; safe to call twice."""
+    def kill(self) -> None:
+        """End the server at once, also while it starts; its processes live on."""
+        self.killed = True
         self._process.kill()
+
+    def stop(self) -> None:
+        """End the server and remove the directory, once its processes have been ended."""
+        self.kill()
         self._process.wait(_STOP_SECONDS)
         self._thread.join(timeout=_STOP_SECONDS)
         self._control.close()
@@ -172,7 +181,9 @@ class ForkServer:
         frames = Frames()
         while True:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._control, _CHUNK_BYTES, 1)
+                data, descriptors, _, _ = socket.recv_fds(
+                    self._control, _CHUNK_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                )
                 for report in frames.add(data):
                     self._take(report, descriptors)
             except (OSError, ChannelClosedError):

@@ -26,6 +26,7 @@ from ipyparallel.cluster.launcher import (
 from traitlets.config import Config
 
 from fsdp_magic.core.channel import CHANNEL_VARIABLE
+from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.forking import ForkRequest, Role
 from fsdp_magic.core.protocol import LOCAL_ORDER_VARIABLE
 from fsdp_magic.notebook.fork_server import ForkedProcess, ForkServer
@@ -137,19 +138,22 @@ class _Forked:
 
     def start(self: Any) -> None:
         """Make the process."""
-        theirs = None
-        if self.role == "engine":
-            self.channel, theirs = socket.socketpair()
+        if self.role == "controller":
+            self._make(None)
+            return
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            self._make(theirs)
+
+    def _make(self: Any, theirs: socket.socket | None) -> None:
         self._forked = None if self.fork_server is None else self._fork(theirs)
         if self._forked is None:
             self._spawn(theirs)
-        else:
-            self.pid = self._forked.pid
-            with suppress(psutil.NoSuchProcess):
-                self.process = psutil.Process(self.pid)
-            self.notify_start(self.pid)
-        if theirs is not None:
-            theirs.close()
+            return
+        self.pid = self._forked.pid
+        with suppress(psutil.NoSuchProcess):
+            self.process = psutil.Process(self.pid)
+        self.notify_start(self.pid)
 
     def _fork(self: Any, theirs: socket.socket | None) -> ForkedProcess | None:
         """Ask the fork server for the process."""
@@ -166,7 +170,9 @@ class _Forked:
         answer = self.fork_server.fork(request, on_end=self._say_end, channel=theirs)
         if isinstance(answer, ForkedProcess):
             return answer
-        _OWN_LOG.warning("engines are started one by one: %s", answer)
+        if self.fork_server.killed:
+            raise FsdpError("the start was given up")
+        _OWN_LOG.warning("engines are started one by one, which takes longer: %s", answer)
         return None
 
     def _spawn(self: Any, theirs: socket.socket | None) -> None:
@@ -190,6 +196,14 @@ class _Forked:
         self.process = psutil.Process(self.pid)
         self.notify_start(self.pid)
         self._start_waiting()
+
+    def signal(self: Any, number: int) -> None:
+        """Send the process a signal, if it is there."""
+        if self._forked is not None:
+            self._forked.send_signal(number)
+            return
+        with suppress(psutil.NoSuchProcess):
+            super().signal(number)  # type: ignore[misc]  # of the launcher beside this class
 
     def _say_end(self: Any, exit_code: int | None) -> None:
         """Tell ipyparallel that the process has ended; runs in the fork server's thread."""
