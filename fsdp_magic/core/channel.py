@@ -6,6 +6,7 @@ message is one frame: eight bytes that say how long it is, then the pickled mess
 
 from __future__ import annotations
 
+import json
 import pickle
 import struct
 from collections.abc import Iterator
@@ -56,6 +57,11 @@ class Published:
     header: bytes
     content: bytes
     buffers: tuple[bytes, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """Return the Jupyter message."""
+        header, content = json.loads(self.header), json.loads(self.content)
+        return {"header": header, "content": content, "buffers": list(self.buffers)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

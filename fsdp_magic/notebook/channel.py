@@ -50,7 +50,7 @@ class Channels:
                 self._sockets[order].sendall(body)
 
     def close(self) -> None:
-        """Stop reading; the sockets are closed by who made them. Safe to call twice."""
+        """Close them; safe to call twice."""
         if self._wake < 0:
             return
         os.close(self._wake)
@@ -58,6 +58,8 @@ class Channels:
         if self._thread is not None:
             self._thread.join(timeout=5)
         os.close(self._woken)
+        for channel in self._sockets.values():
+            channel.close()
 
     def _read(self) -> None:
         poll = select.poll()

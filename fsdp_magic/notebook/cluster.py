@@ -11,7 +11,6 @@ a process has ended.
 from __future__ import annotations
 
 import asyncio
-import json
 import mmap
 import os
 import shutil
@@ -70,6 +69,7 @@ class Cluster:
         self._crashes: dict[int, str] = {}
         self._ready: dict[int, Ready] = {}
         self._orders: dict[int, int] = {}
+        self._launchers: dict[int, Any] = {}
         self._changed = threading.Event()
         self._channels = Channels(self._hear)
         self._cluster = ipyparallel_cluster(self.directory, n, server)
@@ -88,10 +88,10 @@ class Cluster:
         try:
             self._loop.run(self._cluster.start_controller(environment=self._environment))
             self._loop.run(self._cluster.start_engines(self.n, environment=self._environment))
-            launchers = self._engine_launchers()
-            for launcher in (*launchers, self._cluster.controller):
+            self._launchers = {int(x.identifier): x for x in self._started_engines()}
+            for launcher in (*self._launchers.values(), self._cluster.controller):
                 launcher.on_stop(lambda _: self._changed.set())
-            self._channels.start({int(x.identifier): x.channel for x in launchers})
+            self._channels.start({order: x.channel for order, x in self._launchers.items()})
             self._wait_for_engines()
         except BaseException:
             if self._server is not None:
@@ -108,7 +108,8 @@ class Cluster:
             self._client.close(linger=0)
             self._client = None
         self._loop.run(asyncio.sleep(0))  # a start that was interrupted starts no more after this
-        launchers = [*self._engine_launchers(), self._cluster.controller]
+        engines = self._started_engines()
+        launchers = [*engines, self._cluster.controller]
         processes = [p for p in map(process_of, launchers) if p is not None]
         end([child for p in processes for child in children(p)] + processes)
         for launcher in launchers:
@@ -116,8 +117,8 @@ class Cluster:
                 with suppress(TimeoutError):
                     self._loop.run(launcher.join(timeout=1))
         self._channels.close()
-        for channel in [x.channel for x in self._engine_launchers() if x.channel is not None]:
-            channel.close()
+        for launcher in engines:
+            launcher.close_channel()
         self._loop.stop()
         if self._server is None:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -147,7 +148,7 @@ class Cluster:
                     f"{_START_SECONDS:.0f} s; try %fsdp_init -n {max(1, len(self._ready))}"
                 )
 
-    def _engine_launchers(self) -> list[Any]:
+    def _started_engines(self) -> list[Any]:
         return [x for s in self._cluster.engines.values() for x in s.launchers.values()]
 
     def _logs_of_ended(self) -> list[str]:
@@ -206,7 +207,7 @@ class Cluster:
         engine_id = self._ready[order].engine_id
         match message:
             case Published():
-                _publish(engine_id, _jupyter_message(message), events)
+                _publish(engine_id, message.message(), events)
             case Finished(reply=reply):
                 events.put(Answered(engine_id=engine_id, reply=reply))
 
@@ -217,8 +218,7 @@ class Cluster:
                 self._launcher(engine_id).signal(signal.SIGINT)
 
     def _launcher(self, engine_id: int) -> Any:
-        order = str(self._orders[engine_id])
-        return next(x for x in self._engine_launchers() if x.identifier == order)
+        return self._launchers[self._orders[engine_id]]
 
     # -- watching
 
@@ -280,15 +280,6 @@ def _empty(directory: str) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-
-
-def _jupyter_message(published: Published) -> dict[str, Any]:
-    """Return what an engine published as ipyparallel would have brought it."""
-    return {
-        "header": json.loads(published.header),
-        "content": json.loads(published.content),
-        "buffers": list(published.buffers),
-    }
 
 
 def _publish(engine_id: int, message: Mapping[str, Any], events: Events) -> None:

@@ -145,6 +145,11 @@ class _Forked:
         with theirs:
             self._make(theirs)
 
+    def close_channel(self) -> None:
+        """Close the kernel's side of the channel; safe to call twice."""
+        if self.channel is not None:
+            self.channel.close()
+
     def _make(self: Any, theirs: socket.socket | None) -> None:
         self._forked = None if self.fork_server is None else self._fork(theirs)
         if self._forked is None:

@@ -68,7 +68,7 @@ def test_who_waits_for_an_engine_that_dies_gets_an_error(session: Session) -> No
     first = client.ids[0]
     waiting = client[first].apply_async(time.sleep, 60)
     os.kill(session.engines.cluster.hellos[first].pid, signal.SIGKILL)
-    with pytest.raises(ipyparallel.error.EngineError, match="died while running"):
+    with pytest.raises(ipyparallel.error.RemoteError, match="EngineError: Engine"):
         waiting.get(timeout=5)
     assert len(client.ids) == 1
     with pytest.raises(EngineDiedError):
