@@ -12,10 +12,13 @@ import atexit
 import builtins
 import ctypes
 import gc
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,10 +34,21 @@ from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.verbs import Engine
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.005
 
 
 class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyped
     """The engine's process."""
+
+    def find_connection_file(self) -> None:
+        """Find the file that says where the controller is, and wait until it is written.
+
+        ipyparallel waits until it exists, looks every 100 ms, and reads it half written.
+        """
+        super().find_connection_file()
+        deadline = time.monotonic() + self.wait_for_url_file
+        while not _is_json(Path(self.url_file)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
 
     def init_signal(self) -> None:
         """Take over SIGINT and offer the verbs; called once the kernel object is there."""
@@ -56,6 +70,15 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         number = getattr(signal, wanted) if isinstance(wanted, str) else wanted
         os.kill(os.getpid(), number)
         self.session.send(stream, "signal_reply", {"status": "ok"}, parent=request, ident=identity)
+
+
+def _is_json(path: Path) -> bool:
+    """Return whether a file is there and whole."""
+    try:
+        json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _keep_handler(kernel: Any) -> None:

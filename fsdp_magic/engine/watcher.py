@@ -71,6 +71,7 @@ def _close_all_but(*kept: int) -> None:
 
 def _watch(*, kernel: int, guarded: int, guarded_pid: int, remove: str | None) -> None:
     """Wait for either end, then clean up; runs in the forked watcher."""
+    Path("/proc/self/comm").write_text("fsdp watcher")  # what ``top`` shows
     group = os.getpgid(guarded_pid)
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -169,7 +169,7 @@ class ForkServer:
     def stop(self) -> None:
         """End the server and remove the directory, once its processes have been ended."""
         self.kill()
-        self._process.wait(_STOP_SECONDS)
+        self._process.wait()
         self._thread.join(timeout=_STOP_SECONDS)
         self._control.close()
         os.close(self._log)

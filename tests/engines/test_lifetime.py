@@ -190,6 +190,11 @@ if rank == 0:
     while True: pass
 ctypes.PyDLL(None).sleep(100)
 """,
+    "without_their_fork_server": """
+import os, time
+if rank == 0: os.kill(os.getppid(), 9)
+time.sleep(100)
+""",
 }
 
 
