@@ -2,13 +2,14 @@
 # make test   environment, linters, types, tests
 # make lab    JupyterLab on the quickstart
 # make bench  the benchmarks, one JSON line each; run them on an idle machine
+# make picture  the README's picture, from the quickstart in JupyterLab; needs Chromium
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lab bench clean
+.PHONY: install demo test lab bench picture clean
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -38,6 +39,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/cell_latency.py
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/soak.py
+
+picture: $(INSTALLED)
+	$(BIN)/python tests/browser/picture.py notebooks/quickstart.png
 
 clean:
 	rm -rf build $(VENV)
