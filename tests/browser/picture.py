@@ -1,6 +1,6 @@
 """Take the README's picture: the quickstart in JupyterLab, in the midst of its training run.
 
-    python tests/browser/picture.py notebooks/quickstart.png
+python tests/browser/picture.py notebooks/quickstart.png
 """
 
 from __future__ import annotations
