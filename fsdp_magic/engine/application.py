@@ -26,6 +26,7 @@ from ipyparallel.engine.app import IPEngine
 from fsdp_magic.core.protocol import CALL_NAME
 from fsdp_magic.engine import terminal
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.verbs import Engine
 
 _PR_SET_PDEATHSIG = 1
@@ -44,6 +45,11 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         engine = Engine(shell=self.kernel.shell)
         setattr(builtins, CALL_NAME, engine.call)
         os.register_at_fork(after_in_child=_die_with_parent)
+
+    def redirect_output(self, iopub_socket: Any) -> None:
+        """Publish what is printed, through our reports."""
+        super().redirect_output(iopub_socket)
+        PRINTING.install(self.kernel.shell)
 
 
 def _keep_handler(kernel: Any) -> None:

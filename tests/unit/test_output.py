@@ -1,9 +1,11 @@
 """What ranks print as one text: labelled, equal lines merged, on time, in order."""
 
 import random
+from typing import Any
 
 import pytest
 
+from fsdp_magic.core.protocol import PrintedReport
 from fsdp_magic.notebook.output import Output
 
 TWIN_SECONDS = 0.2
@@ -15,10 +17,27 @@ class Screen:
 
     def __init__(self, ranks: int) -> None:
         self.lines: list[str] = []
+        self.frames: list[list[str]] = []
+        self.notes: list[str] = []
         self.streams: list[str] = []
-        self.output = Output(range(ranks), write=self._write)
+        self.output = Output(range(ranks), screen=self)
 
-    def _write(self, stream: str, text: str) -> None:
+    is_rich = False
+
+    def flush(self) -> None:
+        pass
+
+    def progress(self, lines: Any, notes: Any, *, final: bool) -> None:
+        self.frames.append([line.labelled for line in lines])
+        self.notes = list(notes)
+
+    def display(self, bundle: Any, metadata: Any) -> Any:
+        raise AssertionError
+
+    def add(self, rank: int, stream: str, text: str, *, now: float) -> None:
+        self.output.add(rank, stream, PrintedReport(parts=(text,)), now=now)
+
+    def write(self, stream: str, text: str) -> None:
         self.streams.append(stream)
         self.lines.append(text)
 
@@ -26,14 +45,14 @@ class Screen:
 def test_equal_lines_of_all_ranks_are_written_once_and_at_once() -> None:
     screen = Screen(4)
     for rank in range(4):
-        screen.output.add(rank, "stdout", "hello\n", now=0.0)
+        screen.add(rank, "stdout", "hello\n", now=0.0)
     screen.output.show(now=0.0)
     assert screen.lines == ["[ranks 0-3] hello\n"]
 
 
 def test_a_line_waits_for_its_twins_no_longer_than_they_may_take() -> None:
     screen = Screen(2)
-    screen.output.add(0, "stdout", "one\n", now=0.0)
+    screen.add(0, "stdout", "one\n", now=0.0)
     screen.output.show(now=TWIN_SECONDS - 0.01)
     assert screen.lines == []
     screen.output.show(now=TWIN_SECONDS)
@@ -42,8 +61,8 @@ def test_a_line_waits_for_its_twins_no_longer_than_they_may_take() -> None:
 
 def test_a_twin_that_comes_in_time_is_merged() -> None:
     screen = Screen(2)
-    screen.output.add(0, "stdout", "one\n", now=0.0)
-    screen.output.add(1, "stdout", "one\n", now=TWIN_SECONDS - 0.01)
+    screen.add(0, "stdout", "one\n", now=0.0)
+    screen.add(1, "stdout", "one\n", now=TWIN_SECONDS - 0.01)
     screen.output.show(now=TWIN_SECONDS - 0.01)
     assert screen.lines == ["[ranks 0-1] one\n"]
 
@@ -51,14 +70,14 @@ def test_a_twin_that_comes_in_time_is_merged() -> None:
 def test_some_twins_are_merged_when_the_time_is_up() -> None:
     screen = Screen(3)
     for rank in (0, 2):
-        screen.output.add(rank, "stdout", "x\n", now=0.0)
+        screen.add(rank, "stdout", "x\n", now=0.0)
     screen.output.show(now=TWIN_SECONDS)
     assert screen.lines == ["[ranks 0,2] x\n"]
 
 
 def test_a_partial_line_is_flushed_after_half_a_second() -> None:
     screen = Screen(1)
-    screen.output.add(0, "stdout", "50 %", now=0.0)
+    screen.add(0, "stdout", "50 %", now=0.0)
     screen.output.show(now=PARTIAL_SECONDS - 0.01)
     assert screen.lines == []
     screen.output.show(now=PARTIAL_SECONDS)
@@ -68,23 +87,23 @@ def test_a_partial_line_is_flushed_after_half_a_second() -> None:
 def test_a_line_that_keeps_growing_is_flushed_all_the_same() -> None:
     screen = Screen(1)
     for tenth in range(6):
-        screen.output.add(0, "stdout", ".", now=tenth / 10)
+        screen.add(0, "stdout", ".", now=tenth / 10)
         screen.output.show(now=tenth / 10)
     assert screen.lines == ["[rank 0] ......\n"]
 
 
 def test_parts_of_a_line_are_joined() -> None:
     screen = Screen(1)
-    screen.output.add(0, "stdout", "a", now=0.0)
-    screen.output.add(0, "stdout", "b\nc", now=0.1)
+    screen.add(0, "stdout", "a", now=0.0)
+    screen.add(0, "stdout", "b\nc", now=0.1)
     screen.output.finish()
     assert screen.lines == ["[rank 0] ab\n", "[rank 0] c\n"]
 
 
 def test_the_two_streams_are_no_twins_and_are_kept_apart() -> None:
     screen = Screen(2)
-    screen.output.add(0, "stdout", "x\n", now=0.0)
-    screen.output.add(1, "stderr", "x\n", now=0.0)
+    screen.add(0, "stdout", "x\n", now=0.0)
+    screen.add(1, "stderr", "x\n", now=0.0)
     screen.output.show(now=TWIN_SECONDS)
     assert sorted(zip(screen.streams, screen.lines)) == [
         ("stderr", "[rank 1] x\n"),
@@ -94,8 +113,8 @@ def test_the_two_streams_are_no_twins_and_are_kept_apart() -> None:
 
 def test_a_partial_line_ends_where_the_other_stream_begins() -> None:
     screen = Screen(1)
-    screen.output.add(0, "stdout", "before", now=0.0)
-    screen.output.add(0, "stderr", "warning\n", now=0.0)
+    screen.add(0, "stdout", "before", now=0.0)
+    screen.add(0, "stderr", "warning\n", now=0.0)
     screen.output.finish()
     assert screen.lines == ["[rank 0] before\n", "[rank 0] warning\n"]
     assert screen.streams == ["stdout", "stderr"]
@@ -103,8 +122,8 @@ def test_a_partial_line_ends_where_the_other_stream_begins() -> None:
 
 def test_a_late_twin_does_not_overtake_its_own_rank() -> None:
     screen = Screen(2)
-    screen.output.add(0, "stdout", "a\nb\n", now=0.0)
-    screen.output.add(1, "stdout", "b\na\n", now=0.0)
+    screen.add(0, "stdout", "a\nb\n", now=0.0)
+    screen.add(1, "stdout", "b\na\n", now=0.0)
     screen.output.finish()
     own = {rank: [x for x in screen.lines if f"{rank}]" in x or "0-1" in x] for rank in (0, 1)}
     assert [x[-2] for x in own[0]] == ["a", "b"]
@@ -113,8 +132,8 @@ def test_a_late_twin_does_not_overtake_its_own_rank() -> None:
 
 def test_ranks_that_print_their_own_line_and_then_the_same_meet_again() -> None:
     screen = Screen(2)
-    screen.output.add(0, "stdout", "mine 0\nsame\n", now=0.0)
-    screen.output.add(1, "stdout", "mine 1\nsame\n", now=0.1)
+    screen.add(0, "stdout", "mine 0\nsame\n", now=0.0)
+    screen.add(1, "stdout", "mine 1\nsame\n", now=0.1)
     screen.output.show(now=TWIN_SECONDS + 0.2)
     assert screen.lines == ["[rank 0] mine 0\n", "[rank 1] mine 1\n", "[ranks 0-1] same\n"]
 
@@ -129,7 +148,7 @@ def test_every_ranks_lines_keep_their_order_and_none_is_lost(seed: int) -> None:
         now += chance.random() * 0.1
         rank, line = chance.randrange(ranks), chance.choice("abc")
         printed[rank].append(line)
-        screen.output.add(rank, "stdout", f"{line}\n", now=now)
+        screen.add(rank, "stdout", f"{line}\n", now=now)
         screen.output.show(now=now)
     screen.output.finish()
     shown = {rank: [] for rank in range(ranks)}
@@ -151,8 +170,8 @@ def _ranks(label: str) -> list[int]:
 
 def test_everything_printed_is_also_kept_by_rank_and_stream() -> None:
     screen = Screen(2)
-    screen.output.add(1, "stdout", "a\nb", now=0.0)
-    screen.output.add(1, "stderr", "c", now=0.0)
+    screen.add(1, "stdout", "a\nb", now=0.0)
+    screen.add(1, "stderr", "c", now=0.0)
     assert screen.output.collected(1, "stdout") == "a\nb"
     assert screen.output.collected(1, "stderr") == "c"
     assert screen.output.collected(0, "stdout") == ""
