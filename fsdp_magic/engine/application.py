@@ -22,11 +22,12 @@ import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 import tqdm.auto  # type: ignore[import-untyped]  # noqa: F401
 from ipyparallel.engine.app import IPEngine
+from traitlets import default
 
 from fsdp_magic.core.protocol import CALL_NAME
-from fsdp_magic.engine import terminal
+from fsdp_magic.engine import cell_sources, terminal
 from fsdp_magic.engine.interrupts import INTERRUPTS
-from fsdp_magic.engine.printing import PRINTING
+from fsdp_magic.engine.printing import PRINTING, WatchedStream
 from fsdp_magic.engine.verbs import Engine
 
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +36,10 @@ _PR_SET_PDEATHSIG = 1
 class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyped
     """The engine's process."""
 
+    @default("out_stream_factory")
+    def _out_stream_factory(self) -> type[WatchedStream]:
+        return WatchedStream
+
     def init_signal(self) -> None:
         """Take over SIGINT and offer the verbs; called once the kernel object is there."""
         super().init_signal()
@@ -42,6 +47,7 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         signal.signal(signal.SIGTERM, _leave)
         _keep_handler(self.kernel)
         terminal.replace(self.kernel.shell)
+        cell_sources.install()
         engine = Engine(shell=self.kernel.shell)
         setattr(builtins, CALL_NAME, engine.call)
         os.register_at_fork(after_in_child=_die_with_parent)

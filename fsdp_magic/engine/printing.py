@@ -11,18 +11,24 @@ Text of a thread that outlives its cell goes to the engine's own log.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
+import faulthandler
 import fcntl
 import os
 import re
 import sys
 import termios
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
+
+from ipykernel.iostream import OutStream
 
 from fsdp_magic.core.protocol import PRINTED_KEY, PrintedReport
 from fsdp_magic.engine.bundles import allowed
@@ -33,6 +39,16 @@ _TAIL_LINES, _TAIL_CHARACTERS = 10, 4000
 _LOG_BYTES = 2**30
 _OURS = 1000
 _DRAIN_SECONDS = 1.0
+
+
+class WatchedStream(OutStream):
+    """A stream that also takes what C code and subprocesses write to its file descriptor.
+
+    ipykernel's does too, but not where a test of pytest has started it.
+    """
+
+    def __init__(self, session: Any, pub_thread: Any, name: str) -> None:
+        super().__init__(session, pub_thread, name, watchfd="force")  # type: ignore[no-untyped-call]
 
 
 class Call:
@@ -66,7 +82,7 @@ class Call:
             taken_back=change.taken_back,
             bars=lines.changed_bars(),
             left_out=self._left_out,
-            log=str(self._log_path) if self._left_out else "",
+            log=str(self._log_path or ""),
         )
 
     def clear(self, *, wait: bool) -> None:
@@ -84,7 +100,7 @@ class Call:
                     PrintedReport(
                         bars=bars,
                         left_out=max(0, self._left_out - tail.count("\n")),
-                        log=str(self._log_path),
+                        log=str(self._log_path or ""),
                         tail=tail,
                     ),
                 )
@@ -148,10 +164,15 @@ class Printing:
         """Stand between ipykernel's streams and what they publish; called in the main thread."""
         streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
         self._streams = streams
+        # a crash is told by the engine's log: what stands in a pipe dies with its reader
+        faulthandler.enable(streams[1]._original_stdstream_copy)
         for stream in streams:
             # a hook belongs to the thread that registers it, and flushes happen in that one
             stream.pub_thread.schedule(lambda s=stream: s.register_hook(self._printed))
         shell.display_pub.register_hook(self._displayed)
+        os.register_at_fork(after_in_child=self._print_to_parent)
+        if hasattr(sys.stdout, "set_thread_parent"):  # from ipykernel 7 on
+            self._follow_threads()
 
     @contextmanager
     def cell(self, name: str) -> Iterator[None]:
@@ -170,6 +191,37 @@ class Printing:
             yield
         finally:
             self._streams[0].pub_thread.schedule(lambda: self._finish(call))
+
+    def _follow_threads(self) -> None:
+        """Let what a thread prints belong to the cell that started it, also once that is over.
+
+        A pool's threads serve later cells too: theirs belongs to the cell that runs.
+        """
+        start = threading.Thread.start
+
+        def start_in_cell(thread: threading.Thread) -> None:
+            if getattr(thread, "_target", None) is not concurrent.futures.thread._worker:
+                parent = dict(self._streams[0].parent_header)
+                thread.run = partial(self._run_in_cell, parent, thread.run)  # type: ignore[method-assign]
+            start(thread)
+
+        threading.Thread.start = start_in_cell  # type: ignore[assignment, method-assign]
+
+    def _run_in_cell(self, parent: dict[str, Any], run: Callable[[], None]) -> None:
+        for stream in self._streams:
+            stream.set_thread_parent({"header": parent})
+        run()
+
+    def _print_to_parent(self) -> None:
+        """Let a forked child (a DataLoader's worker) print into its parent's descriptors.
+
+        The parent reads them; the publishing thread has no counterpart in a child.
+        """
+        for descriptor, stream in enumerate(self._streams, start=1):
+            file = open(  # noqa: SIM115  # as long as the child lives
+                descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False
+            )
+            stream.write, stream.flush = file.write, file.flush
 
     def flush(self) -> None:
         """Send everything that was printed until now, by C code and subprocesses too."""

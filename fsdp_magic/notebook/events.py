@@ -107,12 +107,10 @@ def event_of(engine_id: int, message: Mapping[str, Any]) -> Event | None:
 
 
 def _printed(content: Mapping[str, Any]) -> PrintedReport:
-    """Return what was printed; a process that a cell forked sends its text as it is."""
+    """Return what was printed."""
     report = content.get(PRINTED_KEY)
     if report is None:
-        lines = content["text"].replace("\r\n", "\n").split("\n")
-        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
-        return PrintedReport(parts=(text,))
+        return PrintedReport(parts=(content["text"],))
     bars = report["bars"]
     return PrintedReport(
         **{

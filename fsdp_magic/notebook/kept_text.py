@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_magic.core.protocol import PrintedReport
 
 _LIMIT = 1_000_000
-"""Characters. An engine sends less; the processes that a cell forks send what they like."""
+"""Characters. An engine sends less, unless one line is longer."""
 
 
 class KeptText:

@@ -137,7 +137,7 @@ class Output:
                 self._end_partial(rank)
         while self._show_next(now):
             pass
-        if self._more and now - self._counted_at >= _COUNT_SECONDS:
+        if self._is_full and now - self._counted_at >= _COUNT_SECONDS:
             self._counted_at = now
             self._progress.note(self._more_text())
         self._progress.tick(now)
@@ -150,12 +150,10 @@ class Output:
         while self._show_next(float("inf")):
             pass
         self._displays.finish()
-        self._progress.finish()
-        if self._more:
-            self._complete_logs()
-            last = self._last_lines()
-            self._screen.write("stdout", f"{self._more_text()}\n")
-            self._show_last(last)
+        self._complete_logs()
+        last = self._last_lines()
+        self._progress.finish(self._more_text())
+        self._show_last(last)
         self._screen.flush()
 
     def collected(self, rank: int, stream: str) -> str:
@@ -227,6 +225,8 @@ class Output:
         return sum(self._hidden.values()) + sum(self._left_out.values())
 
     def _more_text(self) -> str:
+        if not self._more:
+            return ""
         logs = [Path(log) for log in self._logs.values() if log]
         if not logs:
             return f"… {self._more:,} more lines"
@@ -238,7 +238,7 @@ class Output:
     def _complete_logs(self) -> None:
         """Write the logs of ranks that sent all they printed, of which not all was shown."""
         for rank, log in self._logs.items():
-            if log and not self._left_out[rank]:
+            if log and self._hidden[rank] and not self._left_out[rank]:
                 with suppress(OSError):
                     Path(log).parent.mkdir(mode=0o700, exist_ok=True)
                     Path(log).write_text(

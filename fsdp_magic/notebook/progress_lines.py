@@ -52,10 +52,10 @@ class ProgressLines:
             self._drawn_at = now
             self._draw(final=False)
 
-    def finish(self) -> None:
+    def finish(self, note: str) -> None:
         """Draw the state that stays."""
-        if self._bars or self._note:
-            self._note = ""
+        self._note = note
+        if self._bars or note:
             self._draw(final=True)
 
     def _draw(self, *, final: bool) -> None:

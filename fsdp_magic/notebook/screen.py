@@ -64,8 +64,10 @@ class Page:
             block = progress_lines.html(lines, notes=notes), progress_lines.text(lines, notes=notes)
             self._progress.draw(*block, final=final)
         elif final:
-            for line in lines:
+            for line in lines:  # all of them, where a block shows the newest
                 display.write("stderr", f"{progress_lines.text([line])}\n")
+            for note in notes:
+                display.write("stderr", f"{note}\n")
 
     def display(self, bundle: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
         """Show a MIME bundle, as the person's own: nothing in it is changed."""
