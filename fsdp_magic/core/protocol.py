@@ -22,6 +22,10 @@ PROGRESS_KEY = "fsdp_magic.progress"
 PRINTED_KEY = "fsdp_magic.printed"
 """The key of a ``PrintedReport`` in the content of a stream message."""
 
+DIGESTS = 4096
+"""Signatures of messages that each side remembers, so that none is taken twice; Jupyter's own
+bound is 65,536, and until it is reached every cell leaves some behind."""
+
 KERNEL_PID_VARIABLE = "FSDP_MAGIC_KERNEL_PID"
 LOCAL_ORDER_VARIABLE = "FSDP_MAGIC_LOCAL_ORDER"
 """Environment of an engine: whom it must not outlive, and its place on its host."""

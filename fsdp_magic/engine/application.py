@@ -24,7 +24,7 @@ import tqdm.auto  # type: ignore[import-untyped]  # noqa: F401
 from ipyparallel.engine.app import IPEngine
 from traitlets import default
 
-from fsdp_magic.core.protocol import CALL_NAME
+from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
 from fsdp_magic.engine import cell_sources, terminal
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.printing import PRINTING, WatchedStream
@@ -43,6 +43,7 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
     def init_signal(self) -> None:
         """Take over SIGINT and offer the verbs; called once the kernel object is there."""
         super().init_signal()
+        self.session.digest_history_size = DIGESTS
         INTERRUPTS.install()
         signal.signal(signal.SIGTERM, _leave)
         _keep_handler(self.kernel)

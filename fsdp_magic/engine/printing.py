@@ -11,6 +11,7 @@ Text of a thread that outlives its cell goes to the engine's own log.
 
 from __future__ import annotations
 
+import codecs
 import concurrent.futures.thread
 import faulthandler
 import fcntl
@@ -36,7 +37,8 @@ from fsdp_magic.engine.terminal_lines import TerminalLines
 
 LINES, BYTES = 2500, 200_000
 _TAIL_LINES, _TAIL_CHARACTERS = 10, 4000
-_LOG_BYTES = 2**30
+_LOG_BYTES = 2**28
+_UNPUBLISHED = 2_000_000
 _OURS = 1000
 _DRAIN_SECONDS = 1.0
 
@@ -44,11 +46,35 @@ _DRAIN_SECONDS = 1.0
 class WatchedStream(OutStream):
     """A stream that also takes what C code and subprocesses write to its file descriptor.
 
-    ipykernel's does too, but not where a test of pytest has started it.
+    ipykernel's does too, but not where a test of pytest has started it. And this one makes who
+    prints faster than can be published wait, where ipykernel's holds everything in memory.
     """
 
     def __init__(self, session: Any, pub_thread: Any, name: str) -> None:
         super().__init__(session, pub_thread, name, watchfd="force")  # type: ignore[no-untyped-call]
+        self._unpublished = 0
+
+    def _watch_pipe_fd(self) -> None:
+        """Read what is written to the descriptor; a thread of its own runs this.
+
+        Standard error goes to the engine's log too, where a library's last words are looked for.
+        ipykernel's way also copies the other one, at any length.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        assert self._fid is not None
+        while received := os.read(self._fid, 65536):
+            self.write(decoder.decode(received))
+            if self.name == "stderr":
+                os.write(self._original_stdstream_copy, received)
+
+    def write(self, string: str) -> int:
+        """Take text to be published."""
+        super().write(string)
+        self._unpublished += len(string)
+        if self._unpublished > _UNPUBLISHED:
+            self._unpublished = 0
+            self.flush()  # type: ignore[no-untyped-call]
+        return len(string)
 
 
 class Call:
@@ -147,7 +173,7 @@ class Call:
             self._logged += len(text)
             self._log.write(text)
             if self._logged > _LOG_BYTES:
-                self._log.write("\n… this log ends at 1 GiB\n")
+                self._log.write("\n… this log ends at 256 MiB\n")
 
 
 class Printing:

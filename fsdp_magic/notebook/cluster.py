@@ -29,7 +29,7 @@ from ipyparallel.error import RemoteError
 
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import CALL_NAME, KERNEL_PID_VARIABLE
+from fsdp_magic.core.protocol import CALL_NAME, DIGESTS, KERNEL_PID_VARIABLE
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 
@@ -101,7 +101,9 @@ class Cluster:
 
     def _connected(self) -> Any:
         info = self._loop.run(self._cluster.controller.get_connection_info())
-        return ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
+        client = ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
+        client.session.digest_history_size = DIGESTS
+        return client
 
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
@@ -198,6 +200,8 @@ class Cluster:
                 events.put(Answered(engine_id=engine_id, reply=future.result()))
 
         reply = future.result()
+        with suppress(ValueError):  # a list that nobody else shortens
+            self._client.history.remove(future.msg_id)
         if isinstance(reply, RemoteError) and reply.ename == "EngineError":
             self._presume_dead(engine_id, events)
         future.output.add_done_callback(pass_on)
