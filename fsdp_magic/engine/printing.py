@@ -136,22 +136,20 @@ class Call:
 
     def _allowed(self, name: str, text: str) -> str:
         """Return the part of a text that may still be sent; the rest is logged and counted."""
+        sent = ""
         if self._lines_left > 0 and self._bytes_left > 0:
-            count = text.count("\n")
-            if count <= self._lines_left and len(text) <= self._bytes_left:
-                self._lines_left -= count
-                self._bytes_left -= len(text)
-                self._kept.append(text)
-                return text
-            sent = "".join(text.splitlines(keepends=True)[: self._lines_left])[: self._bytes_left]
+            fits = text.count("\n") <= self._lines_left
+            head = text if fits else "".join(text.splitlines(keepends=True)[: self._lines_left])
+            sent = head[: self._bytes_left]
+            self._lines_left -= sent.count("\n")
+            self._bytes_left -= len(sent)
             self._kept.append(sent)
+        if len(sent) < len(text):
             self._lines_left = 0
             self._write_log("".join(self._kept))
             self._kept.clear()
             self._leave_out(name, text[len(sent) :])
-            return sent
-        self._leave_out(name, text)
-        return ""
+        return sent
 
     def _leave_out(self, name: str, text: str) -> None:
         self._left_out += text.count("\n")

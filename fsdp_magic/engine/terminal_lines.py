@@ -17,6 +17,7 @@ _ROWS = 64
 _BARS, _NEW_BARS = 20, 200
 _BAR_CHARACTERS = 500
 _MOVES = re.compile(r"\r(?!\n)|\x08|\x1b\[[0-9;]*[ABCDFGHJKf]")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOKENS = re.compile(
     r"\x1b\[(?P<count>[0-9;?]*)(?P<code>[@-~])|\x1b.?|\r\n|[\n\r\x08]|[^\x1b\n\r\x08]+", re.DOTALL
 )
@@ -26,8 +27,10 @@ _TOKENS = re.compile(
 class _Row:
     text: str = ""
     bar: int | None = None
+    returned: bool = False
+    """The cursor came back here from its end; a bar that is drawn returns once more."""
     revived: bool = False
-    """A bar that was wiped out and is written anew: it may be an ordinary line this time."""
+    """A bar that was wiped out, and where something else is written now: an ordinary line."""
     stale: bool = False
     sent: int = 0
     """Characters of an ordinary line that left with an earlier piece of text."""
@@ -71,7 +74,9 @@ class TerminalLines:
             for token in _TOKENS.finditer(text):
                 self._take(token)
         row = self._rows[-1]
-        row.sent = len(row.text) if row.bar is None else 0
+        if row.bar is None:
+            self._emit(row.text[row.sent :])
+            row.sent = len(row.text)
         return Change(parts=tuple(self._parts), taken_back=self._taken_back)
 
     def clear(self, *, wait: bool) -> None:
@@ -104,13 +109,13 @@ class TerminalLines:
     def _pass(self, text: str) -> None:
         """Let ordinary text through, and begin a row after each of its lines."""
         text = text.replace("\r\n", "\n")
-        self._emit(text)
         *lines, rest = text.rsplit("\n", _ROWS)
         if lines:
+            self._emit(text[: len(text) - len(rest)])
             self._rows += [_Row() for _ in lines]
             self._trim()
         row = self._rows[-1]
-        row.text += rest if not lines else rest[len(row.text) :]
+        row.text += rest
         self._y, self._x = len(self._rows) - 1, len(row.text)
 
     def _emit(self, text: str) -> None:
@@ -152,14 +157,15 @@ class TerminalLines:
             if row.bar is None and kept != row.text:
                 self._become_bar(row)
             self._set(row, kept)
-        elif code == "m" and row.bar is None and self._y == len(self._rows) - 1:
-            self._emit(sequence)  # a colour, on a line that is left as it is
+        elif code == "m" and row.bar is None and self._x == len(row.text):
+            self._put(sequence)  # a colour, on a line that may be left as it is
 
     def _return(self) -> None:
         row = self._rows[self._y]
         if row.text and row.bar is None:
             self._become_bar(row)
         row.revived = row.revived and not row.text.strip()
+        row.returned = self._x > 0
         self._x = 0
         if not row.text and row.bar is None:
             self._become_bar(row)
@@ -169,13 +175,13 @@ class TerminalLines:
         row = self._rows[self._y]
         last = self._y == len(self._rows) - 1
         if row.bar is None and last and self._x == len(row.text) and self._base is None:
-            self._emit(text)
             row.text += text
             self._x = len(row.text)
             return
         if row.bar is None:
             self._become_bar(row)
-        row.revived = row.revived or (not row.text.strip() and bool(row.text))
+        if row.text and not row.text.strip():
+            row.revived = row.returned and bool(text.strip())
         before = row.text.ljust(self._x)
         self._set(row, before[: self._x] + text + before[self._x + len(text) :])
         self._x += len(text)
@@ -194,7 +200,7 @@ class TerminalLines:
             if self._base is not None:
                 self._become_bar(row)
             else:
-                self._emit("\n")
+                self._emit(f"{row.text[row.sent :]}\n")
         self._x = 0
         self._y += 1
         if self._y == len(self._rows):
@@ -212,11 +218,9 @@ class TerminalLines:
 
     def _become_bar(self, row: _Row) -> None:
         """Make a line a bar; what was passed of it as ordinary text is taken back."""
-        if self._y == len(self._rows) - 1 and row.text:
-            here = len(row.text) - row.sent
-            if here and self._parts and isinstance(self._parts[-1], str):
-                self._parts[-1] = self._parts[-1][:-here]
+        if self._y == len(self._rows) - 1:
             self._taken_back += row.sent
+        row.text = _COLOUR.sub("", row.text)
         row.bar = self._free.pop(0) if self._free else next(self._numbers)
         row.sent = 0
         self._bars.pop(row.bar, None)  # one that is used again stands where it now is

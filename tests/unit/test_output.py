@@ -175,3 +175,137 @@ def test_everything_printed_is_also_kept_by_rank_and_stream() -> None:
     assert screen.output.collected(1, "stdout") == "a\nb"
     assert screen.output.collected(1, "stderr") == "c"
     assert screen.output.collected(0, "stdout") == ""
+
+
+# ---------------------------------------------------------------- progress bars
+
+
+def bar(name: str, done: int, *, total: int = 10, rate: float = 5.0) -> str:
+    percent = 100 * done // total
+    return f"{name}: {percent:3d}%|███   | {done}/{total} [00:01<00:03, {rate}it/s]"
+
+
+def progress(screen: Screen, rank: int, *texts: str) -> None:
+    report = PrintedReport(bars=tuple(enumerate(texts)))
+    screen.output.add(rank, "stderr", report, now=0.0)
+
+
+def test_bars_of_ranks_that_differ_in_their_times_only_are_one_line() -> None:
+    screen = Screen(3)
+    for rank in range(3):
+        progress(screen, rank, bar("train", 4, rate=5.0 + rank))
+    screen.output.show(now=0.0)
+    assert screen.frames == [[f"[ranks 0-2] {bar('train', 4)}"]]
+
+
+def test_the_line_of_several_ranks_is_that_of_the_last_one() -> None:
+    screen = Screen(2)
+    progress(screen, 0, bar("train", 7))
+    progress(screen, 1, bar("train", 4))
+    screen.output.show(now=0.0)
+    assert screen.frames == [[f"[ranks 0-1] {bar('train', 4)}  rank 0: 7"]]
+
+
+def test_different_bars_are_lines_of_their_own() -> None:
+    screen = Screen(2)
+    progress(screen, 0, bar("mine", 4))
+    progress(screen, 1, bar("other", 4))
+    screen.output.show(now=0.0)
+    assert screen.frames == [[f"[rank 0] {bar('mine', 4)}", f"[rank 1] {bar('other', 4)}"]]
+
+
+def test_rewritten_texts_that_differed_once_stay_apart_so_that_nothing_jumps() -> None:
+    screen, heights = Screen(2), []
+    for step in range(10):
+        now = float(step)
+        for rank in range(2):
+            text = f"loss {step // (rank + 1)}"
+            report = PrintedReport(bars=((0, text),))
+            screen.output.add(rank, "stdout", report, now=now)
+        screen.output.show(now=now)
+        heights.append(len(screen.frames[-1]))
+    assert heights == [1] + [2] * 9
+
+
+def test_the_live_place_is_drawn_four_times_a_second_at_most_and_ends_with_the_last_state() -> None:
+    screen = Screen(1)
+    for step in range(1000):
+        progress(screen, 0, bar("train", step, total=1000))
+        screen.output.show(now=step / 1000)
+    assert len(screen.frames) <= 4
+    screen.output.finish()
+    assert screen.frames[-1] == [f"[rank 0] {bar('train', 999, total=1000)}"]
+    assert screen.lines == []
+
+
+def test_bars_that_are_not_told_of_again_keep_their_last_state() -> None:
+    screen = Screen(1)
+    screen.output.add(0, "stderr", PrintedReport(bars=((0, "old"), (1, "a"))), now=0.0)
+    screen.output.add(0, "stderr", PrintedReport(bars=((1, "b"),)), now=0.0)
+    screen.output.finish()
+    assert screen.frames[-1] == ["[rank 0] old", "[rank 0] b"]
+
+
+def test_collected_text_is_what_a_terminal_would_have_kept() -> None:
+    screen = Screen(1)
+    for report in (
+        PrintedReport(parts=("before\n", 0), bars=((0, "50 %"),)),
+        PrintedReport(bars=((0, "90 %"),)),
+        PrintedReport(parts=("after\nparti",), bars=((0, "done"),)),
+        PrintedReport(parts=(1,), taken_back=5, bars=((0, "done"), (1, "rewritten"))),
+    ):
+        screen.output.add(0, "stderr", report, now=0.0)
+    assert screen.output.collected(0, "stderr") == "before\ndone\nafter\nrewritten\n"
+    screen.output.finish()
+    assert screen.lines == ["[rank 0] before\n", "[rank 0] after\n"]
+
+
+# ---------------------------------------------------------------- floods
+
+
+def test_a_flood_is_shown_up_to_the_cap_then_counted_then_its_end() -> None:
+    screen = Screen(2)
+    for rank in (0, 1):
+        for i in range(0, 9000, 100):
+            text = "".join(f"{rank}:{j}\n" for j in range(i, i + 100))
+            screen.add(rank, "stdout", text, now=0.0)
+    screen.output.show(now=10.0)
+    screen.output.finish()
+    shown = [line for line in screen.lines if line.startswith("[rank")]
+    assert len(shown) == 2500 + 20
+    assert shown[-1] == "[rank 1] 1:8999\n"
+    assert screen.notes == ["… 15,480 more lines"]
+
+
+def test_the_cap_holds_for_characters_too() -> None:
+    screen = Screen(1)
+    for _ in range(100):
+        screen.add(0, "stdout", "x" * 9_999 + "\n", now=0.0)
+    screen.output.finish()
+    assert 200_000 < sum(map(len, screen.lines)) < 320_000
+
+
+def test_what_an_engine_left_out_is_counted_and_its_log_named() -> None:
+    screen = Screen(2)
+    for rank in (0, 1):
+        log = f"/place/fsdp-1-rank{rank}.txt"
+        report = PrintedReport(parts=("first\n",), left_out=1000, log=log)
+        screen.output.add(rank, "stdout", report, now=0.0)
+        report = PrintedReport(left_out=999, log=log, tail="last\n")
+        screen.output.add(rank, "stdout", report, now=0.0)
+    screen.output.finish()
+    assert screen.lines[0] == "[ranks 0-1] first\n"
+    assert screen.lines[-1] == "[ranks 0-1] last\n"
+    (note,) = screen.notes
+    assert note.startswith("… 1,998 more lines")
+    assert note.endswith("/place/fsdp-1-rank*.txt")
+    expected = "first\n… 999 more lines; all of it is in /place/fsdp-1-rank1.txt\nlast\n"
+    assert screen.output.collected(1, "stdout") == expected
+
+
+def test_past_the_cap_nothing_is_kept_or_compared() -> None:
+    screen = Screen(2)
+    screen.add(0, "stdout", "x\n" * 2500, now=0.0)
+    screen.output.show(now=1.0)
+    screen.add(0, "stdout", "y\n" * 100_000, now=1.0)
+    assert not any(screen.output._whole.values())
