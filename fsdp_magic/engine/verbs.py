@@ -12,6 +12,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +39,12 @@ from fsdp_magic.core.protocol import (
     TrainRequest,
 )
 from fsdp_magic.core.telemetry import RankStatus
-from fsdp_magic.engine import cells, modeling, telemetry, training
+from fsdp_magic.engine import bundles, cells, modeling, telemetry, training
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.parallel import fsdp, torch_private
 from fsdp_magic.engine.position import Position
+from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.state import State
 from fsdp_magic.engine.telemetry import MemoryWatch
@@ -63,7 +65,8 @@ class Engine(State):
         """
         rank = -1 if self._world is None else self._world.rank
         try:
-            return VERBS[verb](self, request)
+            with PRINTING.cell(getattr(request, "name", verb)):
+                return VERBS[verb](self, request)
         except BaseException as error:  # the kernel must get an answer whatever happened
             INTERRUPTS.close()
             with cells.forgotten(error):
@@ -89,17 +92,17 @@ def join(engine: Engine, request: JoinRequest) -> Reply:
     Collective: every rank must call this.
     """
     engine.enter(World(request))
+    PRINTING.directory, PRINTING.rank = Path(request.directory), request.rank
     telemetry.prepare(request)
     return Reply(rank=request.rank)
 
 
 def run(engine: Engine, request: RunRequest) -> Reply:
-    """Run a cell as ordinary Python; the report is the text of its result."""
+    """Run a cell as ordinary Python; the report is its ``ResultReport``."""
     with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
         cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
-        value = cell.run(engine.namespace)
-        text = None if value is None else repr(value)
-    return Reply(rank=engine.world.rank, report=text)
+        result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
+    return Reply(rank=engine.world.rank, report=result)
 
 
 def model(engine: Engine, request: ModelRequest) -> Reply:
@@ -110,11 +113,10 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
     with engine.cell(engine.names_of_cells()):
         with INTERRUPTS.allowed():
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
-            value = cell.run(engine.namespace)
-            text = None if value is None else repr(value)
-        wanted, left = modeling.wanted_modules(
-            engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
-        )
+            result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
+            wanted, left = modeling.wanted_modules(
+                engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
+            )
         placements = modeling.shard_all(
             wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
         )
@@ -127,7 +129,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
     )
     return Reply(
         rank=engine.world.rank,
-        report=ModelReport(placements=shown, starts_anew=bool(wanted), result=text, notes=notes),
+        report=ModelReport(placements=shown, starts_anew=bool(wanted), result=result, notes=notes),
     )
 
 

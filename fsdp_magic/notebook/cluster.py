@@ -29,8 +29,8 @@ from ipyparallel.error import RemoteError
 
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import CALL_NAME, KERNEL_PID_VARIABLE, PROGRESS_KEY
-from fsdp_magic.notebook.events import Answered, Died, Events, Printed, Progressed
+from fsdp_magic.core.protocol import CALL_NAME, DIGESTS, KERNEL_PID_VARIABLE
+from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 
 _START_SECONDS = 120.0
@@ -101,7 +101,9 @@ class Cluster:
 
     def _connected(self) -> Any:
         info = self._loop.run(self._cluster.controller.get_connection_info())
-        return ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
+        client = ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
+        client.session.digest_history_size = DIGESTS
+        return client
 
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
@@ -157,7 +159,7 @@ class Cluster:
 
     def _send(self, engine_id: int, verb: str, request: Any, events: Events) -> None:
         def hook(future: Any) -> None:
-            future.iopub_callbacks.append(lambda message: _publish(engine_id, message, events))
+            future.iopub_callbacks.append(partial(self._publish, engine_id, events))
 
         name = self._client._engines.get(engine_id)
         if name is None:
@@ -171,6 +173,18 @@ class Cluster:
             message_future_hook=hook,
         )
         future.add_done_callback(partial(self._answer, engine_id, events))
+
+    def _publish(self, engine_id: int, events: Events, message: Mapping[str, Any]) -> None:
+        """Turn a message on an engine's publishing channel into an event.
+
+        ipyparallel has kept it too, with all that came before; we are done with that.
+        """
+        event = event_of(engine_id, message)
+        if event is not None:
+            events.put(event)
+        kept = self._client.metadata.get(message["parent_header"]["msg_id"])
+        if kept is not None:
+            kept.update(stdout="", stderr="", outputs=[])
 
     def _answer(self, engine_id: int, events: Events, future: Any) -> None:
         """Pass a reply on once the engine's output is complete.
@@ -186,6 +200,8 @@ class Cluster:
                 events.put(Answered(engine_id=engine_id, reply=future.result()))
 
         reply = future.result()
+        with suppress(ValueError):  # a list that nobody else shortens
+            self._client.history.remove(future.msg_id)
         if isinstance(reply, RemoteError) and reply.ename == "EngineError":
             self._presume_dead(engine_id, events)
         future.output.add_done_callback(pass_on)
@@ -259,20 +275,6 @@ def _new_page(path: Path, world_size: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, page_bytes(world_size))).cast("Q")
     finally:
         os.close(descriptor)
-
-
-def _publish(engine_id: int, message: Mapping[str, Any], events: Events) -> None:
-    """Turn a message on an engine's publishing channel into an event."""
-    kind = message["header"]["msg_type"]
-    if kind == "stream":
-        content = message["content"]
-        events.put(Printed(engine_id=engine_id, stream=content["name"], text=content["text"]))
-    elif kind == "display_data":
-        text = message["content"]["data"].get("text/plain", "")
-        events.put(Printed(engine_id=engine_id, stream="stdout", text=f"{text}\n"))
-    elif kind == "data_message" and PROGRESS_KEY in message["content"]["keys"]:
-        data, _ = ipyparallel.serialize.deserialize_object(message["buffers"])
-        events.put(Progressed(engine_id=engine_id, report=data[PROGRESS_KEY]))
 
 
 def _crash_report(log: str) -> str:

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 _LOG = logging.getLogger("fsdp_magic")
@@ -76,8 +77,22 @@ def write(stream: str, text: str) -> None:
     target.flush()
 
 
-def discard(stream: str, text: str) -> None:
-    """Write nothing, where a person asked to see nothing."""
+def is_notebook() -> bool:
+    """Return whether what is displayed becomes part of a page."""
+    shell = _shell()
+    return shell is not None and _draws_html(shell)
+
+
+def is_terminal() -> bool:
+    """Return whether text that was written can be written over."""
+    return sys.stderr.isatty() and not is_notebook()
+
+
+def bundle(data: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
+    """Display a MIME bundle as it is, and return the handle that can replace it."""
+    from IPython.display import display
+
+    return display(dict(data), metadata=dict(metadata), raw=True, display_id=True)  # type: ignore[no-untyped-call]
 
 
 def _shell() -> Any:

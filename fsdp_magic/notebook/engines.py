@@ -14,11 +14,11 @@ from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
 from fsdp_magic.core.protocol import HelloReport, HelloRequest, RecoverRequest, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
-from fsdp_magic.notebook.display import discard
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
+from fsdp_magic.notebook.screen import Nowhere, Screen
 from fsdp_magic.notebook.world import WorldPlan
 
 _QUICK_SECONDS = 30.0
@@ -58,7 +58,7 @@ class Engines:
         verb: str,
         requests: Mapping[int, Any],
         *,
-        write: Callable[[str, str], None],
+        screen: Screen,
         timeout: float | None = None,
         run: Run | None = None,
         on_tick: Callable[[], None] | None = None,
@@ -68,7 +68,7 @@ class Engines:
         Args:
             verb: what to do.
             requests: by rank.
-            write: called with a stream's name and a labelled line that ranks printed.
+            screen: where what the ranks print and display is shown.
             timeout: seconds it may take; None: any time.
             run: takes the progress; with one, an interrupt asks for a clean stop first.
             on_tick: called some twenty times a second.
@@ -78,7 +78,7 @@ class Engines:
         self._check_dead(tuple(self._ranks[engine_id] for engine_id in self.cluster.dead))
         engines = {rank: engine_id for engine_id, rank in self._ranks.items()}
         asked = {engines[rank]: request for rank, request in requests.items()}
-        output = Output(sorted(requests), write=write)
+        output = Output(sorted(requests), screen=screen)
         with self._interruptions:  # from before it is sent until the ranks are in order again
             outcome = Follower(
                 ranks={engine_id: self._ranks[engine_id] for engine_id in asked},
@@ -159,7 +159,7 @@ class Engines:
             outcome = Follower(
                 ranks=ranks,
                 events=self.cluster.send(verb, requests),
-                output=Output(list(ranks.values()), write=discard),
+                output=Output(list(ranks.values()), screen=Nowhere()),
                 interruptions=self._interruptions,
                 escalation=_Patience(),
                 timeout=_QUICK_SECONDS,

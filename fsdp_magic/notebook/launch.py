@@ -19,7 +19,7 @@ import psutil
 from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
 from traitlets.config import Config
 
-from fsdp_magic.core.protocol import LOCAL_ORDER_VARIABLE
+from fsdp_magic.core.protocol import DIGESTS, LOCAL_ORDER_VARIABLE
 
 _LOG = logging.getLogger(f"{__name__}.ipyparallel")
 _LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter
@@ -33,6 +33,7 @@ CONTROLLER_ARGUMENTS = (
     "--HeartMonitor.period=200",
     "--HeartMonitor.max_heartmonitor_misses=100000",
     "--IPController.broadcast_scheduler_depth=0",
+    f"--Session.digest_history_size={DIGESTS}",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,8 +30,9 @@ from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.history import History
 from fsdp_magic.notebook.options import looked_up
 from fsdp_magic.notebook.outcomes import outputs
-from fsdp_magic.notebook.output import Output
+from fsdp_magic.notebook.results import show_results
 from fsdp_magic.notebook.run import Run
+from fsdp_magic.notebook.screen import Nowhere, Page, Screen
 from fsdp_magic.notebook.training import train_on
 from fsdp_magic.notebook.world import plan_world
 from fsdp_magic.panels import mosaic, status
@@ -49,6 +51,7 @@ class Session:
     def __init__(self, spec: InitSpec) -> None:
         self.spec = spec
         self._history = History()
+        self._names = itertools.count(1)
         self.plan = plan_world(spec)
         self._engines: Engines | None = Engines(self.plan)
         _LIVE.add(self)
@@ -132,7 +135,7 @@ class Session:
         ranks: str | Sequence[int] | None = None,
         timeout: float | None = None,
         show: bool = True,
-        name: str = "<%%fsdp>",
+        name: str = "",
     ) -> list[CellOutput]:
         """Run code on every rank, or on some, as ordinary Python.
 
@@ -141,7 +144,7 @@ class Session:
             ranks: such as ``"0,2-3"`` or ``[0, 2]``; None: all.
             timeout: seconds after which it is stopped.
             show: print what the ranks print.
-            name: file name in tracebacks.
+            name: file name in tracebacks; each call has one of its own.
 
         Returns:
             One output per rank that ran.
@@ -155,16 +158,16 @@ class Session:
         chosen = tuple(range(self.world_size))
         if spec.ranks is not None:
             chosen = parse_ranks(spec.ranks, world_size=self.world_size)
+        screen = _screen(show)
+        request = RunRequest(code=code, name=name or self._name("fsdp"))
         replies, output = self.engines.ask(
             "run",
-            {rank: RunRequest(code=code, name=name) for rank in chosen},
-            write=display.write if show else display.discard,
+            dict.fromkeys(chosen, request),
+            screen=screen,
             timeout=spec.timeout,
         )
-        left = outputs(replies, output, result=lambda text: text)
-        if show:
-            _show_results(left, output)
-        return left
+        show_results({rank: reply.report for rank, reply in replies.items()}, screen)
+        return outputs(replies, output, result=lambda result: result.text)
 
     def model(
         self,
@@ -172,7 +175,7 @@ class Session:
         names: str | Sequence[str] = (),
         *,
         show: bool = True,
-        name: str = "<%%fsdp_model>",
+        name: str = "",
         **options: Any,
     ) -> Placement:
         """Run code on every rank, then shard what it built and re-point its optimizers.
@@ -181,7 +184,7 @@ class Session:
             code: the cell.
             names: what to shard; none: every module that the cell bound.
             show: show the placement.
-            name: file name in tracebacks.
+            name: file name in tracebacks; each call has one of its own.
             **options: fields of ``ModelSpec``; the session's defaults stand for the rest.
 
         Returns:
@@ -189,31 +192,28 @@ class Session:
         """
         chosen = {"strategy": self.spec.strategy, **options}
         spec = ModelSpec(names=names, **chosen)  # type: ignore[arg-type]  # it takes both
-        request = ModelRequest(code=code, name=name, spec=spec)
-        replies, output = self.engines.ask(
-            "model", self._everywhere(request), write=display.write if show else display.discard
-        )
+        request = ModelRequest(code=code, name=name or self._name("fsdp_model"), spec=spec)
+        screen = _screen(show)
+        replies, _ = self.engines.ask("model", self._everywhere(request), screen=screen)
         report = replies[0].report
         if report.starts_anew:
             self._history.start_anew()
         placements: tuple[Placement, ...] = report.placements
         for placement in placements if show else ():
             display.show(mosaic.html(placement), mosaic.text(placement))
-        if show:
-            _show_results(outputs(replies, output, result=lambda r: r.result), output)
-            for note in report.notes:
-                display.write("stdout", f"{note}\n")
+        show_results({rank: reply.report.result for rank, reply in replies.items()}, screen)
+        for note in report.notes:
+            screen.write("stdout", f"{note}\n")
+        screen.flush()
         return placements[-1]
 
-    def train(
-        self, code: str, *, show: bool = True, name: str = "<%%fsdp_train>", **options: Any
-    ) -> Run:
+    def train(self, code: str, *, show: bool = True, name: str = "", **options: Any) -> Run:
         """Run code as training steps.
 
         Args:
             code: the cell; it binds ``loss``, a scalar that requires grad.
             show: show the live panel.
-            name: file name in tracebacks.
+            name: file name in tracebacks; each call has one of its own.
             **options: fields of ``TrainSpec``.
 
         Returns:
@@ -226,9 +226,7 @@ class Session:
         spec = TrainSpec(**looked_up(options, TrainSpec, self.number))
         return self.train_from(spec, code, show=show, name=name)
 
-    def train_from(
-        self, spec: TrainSpec, code: str, *, show: bool = True, name: str = "<%%fsdp_train>"
-    ) -> Run:
+    def train_from(self, spec: TrainSpec, code: str, *, show: bool = True, name: str = "") -> Run:
         """Run code as training steps as a spec says; see ``train``."""
         if isinstance(spec.log, str):
             raise UsageError(f"--log {spec.log!r} is not a function of the notebook")
@@ -237,7 +235,7 @@ class Session:
         run = self._history.begin(world_size=self.world_size, accumulate=spec.accumulate)
         request = TrainRequest(
             code=code,
-            name=name,
+            name=name or self._name("fsdp_train"),
             run_id=run.run_id,
             spec=replace(asked, log=None),
             evaluation=evaluation,
@@ -249,15 +247,13 @@ class Session:
             self._history.end(run, asked)
         return run
 
-    def eval(
-        self, code: str, *, show: bool = True, name: str = "<%%fsdp_eval>", **options: Any
-    ) -> Evaluation:
+    def eval(self, code: str, *, show: bool = True, name: str = "", **options: Any) -> Evaluation:
         """Run code over data without gradients, every sample once.
 
         Args:
             code: the cell; it binds ``loss``, ``metrics`` or ``collect``.
             show: show the result.
-            name: file name in tracebacks.
+            name: file name in tracebacks; each call has one of its own.
             **options: fields of ``EvalSpec``.
 
         Returns:
@@ -270,14 +266,14 @@ class Session:
         return self.eval_from(spec, code, show=show, name=name)
 
     def eval_from(
-        self, spec: EvalSpec, code: str, *, show: bool = True, name: str = "<%%fsdp_eval>"
+        self, spec: EvalSpec, code: str, *, show: bool = True, name: str = ""
     ) -> Evaluation:
         """Run code over data as a spec says; see ``eval``."""
-        request = EvalRequest(code=code, name=name, spec=spec)
+        request = EvalRequest(code=code, name=name or self._name("fsdp_eval"), spec=spec)
         replies, _ = self.engines.ask(
             "evaluate",
             self._everywhere(request),
-            write=display.write if show else display.discard,
+            screen=_screen(show),
             timeout=spec.timeout,
         )
         self._history.evaluation = request
@@ -337,12 +333,16 @@ class Session:
         """
         return variables_of.number(self.engines, flag, expression, world_size=self.world_size)
 
+    def _name(self, magic: str) -> str:
+        """Return a file name for code that is not of a cell, so that each keeps its own lines."""
+        return f"<%%{magic} [run {next(self._names)}]>"
+
     def _everywhere(self, request: Any) -> dict[int, Any]:
         return dict.fromkeys(range(self.world_size), request)
 
     def _quietly(self, verb: str, requests: Mapping[int, Any]) -> dict[int, Reply]:
         """Ask ranks without showing what they print."""
-        return self.engines.ask(verb, requests, write=display.discard)[0]
+        return self.engines.ask(verb, requests, screen=Nowhere())[0]
 
 
 _LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -354,11 +354,5 @@ def _shut_all_down() -> None:
         session.shutdown()
 
 
-def _show_results(outputs: Sequence[CellOutput], output: Output) -> None:
-    """Print the results of a cell, equal ones once."""
-    ranks_by_result: dict[str, list[int]] = {}
-    for item in outputs:
-        if item.result is not None:
-            ranks_by_result.setdefault(item.result, []).append(item.rank)
-    for result, ranks in ranks_by_result.items():
-        display.write("stdout", f"{output.label(tuple(ranks))} {result}\n")
+def _screen(show: bool) -> Screen:
+    return Page() if show else Nowhere()

@@ -12,6 +12,7 @@ from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.run import Run
+from fsdp_magic.notebook.screen import Nowhere, Page
 from fsdp_magic.notebook.step_log import StepLog
 from fsdp_magic.panels import training
 from fsdp_magic.panels.training import RankView, TrainingView
@@ -44,9 +45,9 @@ def train_on(
         log.tick()
         panel.tick()
 
-    write = display.write if show else display.discard
+    screen = Page() if show else Nowhere()
     try:
-        engines.ask("train", requests, write=write, timeout=spec.timeout, run=run, on_tick=tick)
+        engines.ask("train", requests, screen=screen, timeout=spec.timeout, run=run, on_tick=tick)
     except BaseException as error:
         if isinstance(error, (FsdpError, CellInterrupted)):
             error.run = run
