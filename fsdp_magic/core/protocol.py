@@ -162,6 +162,24 @@ class StatusRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteRequest:
+    """Say what may stand at the end of a line.
+
+    Attributes:
+        line: what was typed, up to the cursor.
+        seconds: how long it may take.
+    """
+
+    line: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleRequest:
+    """Listen for a console."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverRequest:
     """After a failed cell: replace the transports and forget the step that was torn.
 
@@ -184,6 +202,8 @@ Request = (
     | NumberRequest
     | ShardsRequest
     | StatusRequest
+    | CompleteRequest
+    | ConsoleRequest
     | RecoverRequest
 )
 
@@ -285,3 +305,16 @@ class EvalReport:
     rows: tuple[tuple[int, dict[str, Any]], ...]
     seconds: float
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completions:
+    """What may stand at the end of a line.
+
+    Attributes:
+        fragment: the end of the line that each text replaces.
+        texts: what may stand there.
+    """
+
+    fragment: str
+    texts: tuple[str, ...]

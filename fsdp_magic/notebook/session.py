@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import shlex
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,9 @@ from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import (
     CellOutput,
+    CompleteRequest,
+    Completions,
+    ConsoleRequest,
     EvalRequest,
     ModelRequest,
     Reply,
@@ -22,18 +26,23 @@ from fsdp_magic.core.protocol import (
 )
 from fsdp_magic.core.specs import EvalSpec, InitSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.core.telemetry import RankStatus
+from fsdp_magic.core.wording import quoted
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook import variables as variables_of
 from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.evaluation import Evaluation
+from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.history import History
-from fsdp_magic.notebook.options import looked_up
+from fsdp_magic.notebook.options import looked_up, spec_of
 from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.training import train_on
 from fsdp_magic.notebook.world import plan_world
 from fsdp_magic.panels import mosaic, status
+
+_COMPLETION_SECONDS = 0.5
+"""A person who pressed Tab goes on typing after this."""
 
 
 class Session:
@@ -166,6 +175,7 @@ class Session:
             _show_results(left, output)
         return left
 
+    @takes_options(ModelSpec, without=("names",))
     def model(
         self,
         code: str,
@@ -182,13 +192,13 @@ class Session:
             names: what to shard; none: every module that the cell bound.
             show: show the placement.
             name: file name in tracebacks.
-            **options: fields of ``ModelSpec``; the session's defaults stand for the rest.
+            **options: as below; the session's defaults stand for the rest.
 
         Returns:
             Where every parameter of the (last) model lives.
         """
         chosen = {"strategy": self.spec.strategy, **options}
-        spec = ModelSpec(names=names, **chosen)  # type: ignore[arg-type]  # it takes both
+        spec = spec_of({"names": names, **chosen}, ModelSpec, call="session.model")
         request = ModelRequest(code=code, name=name, spec=spec)
         replies, output = self.engines.ask(
             "model", self._everywhere(request), write=display.write if show else display.discard
@@ -205,6 +215,7 @@ class Session:
                 display.write("stdout", f"{note}\n")
         return placements[-1]
 
+    @takes_options(TrainSpec, without=("output",))
     def train(
         self, code: str, *, show: bool = True, name: str = "<%%fsdp_train>", **options: Any
     ) -> Run:
@@ -214,7 +225,7 @@ class Session:
             code: the cell; it binds ``loss``, a scalar that requires grad.
             show: show the live panel.
             name: file name in tracebacks.
-            **options: fields of ``TrainSpec``.
+            **options: as below; they mean what they mean for ``%%fsdp_train``.
 
         Returns:
             The run, with one loss and one gradient norm per step.
@@ -223,7 +234,7 @@ class Session:
             CellFailedError: if it raised on a rank; the step it was in changed no weight.
             KeyboardInterrupt: if it was interrupted; ``.run`` holds what was done.
         """
-        spec = TrainSpec(**looked_up(options, TrainSpec, self.number))
+        spec = spec_of(options, TrainSpec, call="session.train", numbers=self.number)
         return self.train_from(spec, code, show=show, name=name)
 
     def train_from(
@@ -249,6 +260,7 @@ class Session:
             self._history.end(run, asked)
         return run
 
+    @takes_options(EvalSpec, without=("output",))
     def eval(
         self, code: str, *, show: bool = True, name: str = "<%%fsdp_eval>", **options: Any
     ) -> Evaluation:
@@ -258,7 +270,7 @@ class Session:
             code: the cell; it binds ``loss``, ``metrics`` or ``collect``.
             show: show the result.
             name: file name in tracebacks.
-            **options: fields of ``EvalSpec``.
+            **options: as below; they mean what they mean for ``%%fsdp_eval``.
 
         Returns:
             Loss, metrics and collected rows.
@@ -266,7 +278,7 @@ class Session:
         Raises:
             CellFailedError: if it raised on a rank.
         """
-        spec = EvalSpec(**looked_up(options, EvalSpec, self.number))
+        spec = spec_of(options, EvalSpec, call="session.eval", numbers=self.number)
         return self.eval_from(spec, code, show=show, name=name)
 
     def eval_from(
@@ -336,6 +348,32 @@ class Session:
             UsageError: if it is no number there, or not the same one on every rank.
         """
         return variables_of.number(self.engines, flag, expression, world_size=self.world_size)
+
+    def console(self, rank: int = 0) -> str:
+        """Return the command that opens a console on a rank, in a terminal of this machine.
+
+        The console waits while a cell runs; what it binds, cells find.
+
+        Raises:
+            UsageError: if there is no such rank.
+        """
+        if rank not in range(self.world_size):
+            raise UsageError(
+                f"--rank {quoted(rank)} does not exist; this world has ranks 0 to "
+                f"{self.world_size - 1}"
+            )
+        path = self._quietly("console", {rank: ConsoleRequest()})[rank].report
+        return f"jupyter console --existing {shlex.quote(path)}"
+
+    def completions(self, line: str) -> Completions | None:
+        """Return what may stand at the end of a line of code; None if no answer comes at once."""
+        if self._engines is None:
+            return None
+        request = CompleteRequest(line=line, seconds=_COMPLETION_SECONDS * 0.8)
+        found: Completions | None = self._engines.glance(
+            "complete", 0, request, seconds=_COMPLETION_SECONDS
+        )
+        return found
 
     def _everywhere(self, request: Any) -> dict[int, Any]:
         return dict.fromkeys(range(self.world_size), request)
