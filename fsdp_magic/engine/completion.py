@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import builtins
 import keyword
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fsdp_magic.core.protocol import Completions
 from fsdp_magic.engine.interrupts import INTERRUPTS
 
+_CHAIN = re.compile(r"([^\W\d]\w*)((?:\.[^\W\d]\w*|\[\d+\])+)\.\w*$")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_ALIAS = "fsdp_magic_completed"
 _MOST = 300
 """No front end shows more."""
 _SLOW_MATCHERS = (
@@ -37,10 +44,51 @@ def completions(shell: Any, line: str, *, names: Mapping[str, Any], seconds: flo
         names: what cells find beside the person's variables.
         seconds: how long it may take.
     """
-    with _only_names(shell, names) as completer, _deadline(seconds):
-        fragment, found = completer.complete(line_buffer=line, cursor_pos=len(line))
-    own = [text for text in found if not _is_everywhere(text, shell, names)]
-    return Completions(fragment=fragment, texts=tuple(own[:_MOST]))
+    namespace = {**shell.user_ns, **names}
+    known = _through_modules(line, namespace)
+    asked = line if known is None else f"{line[: known.start]}{_ALIAS}{line[known.end :]}"
+    if known is not None:
+        namespace[_ALIAS] = known.value
+    with _only_names(shell, namespace) as completer, _deadline(seconds):
+        fragment, found = completer.complete(line_buffer=asked, cursor_pos=len(asked))
+    private = fragment.rpartition(".")[2].startswith("_")
+    own = [text for text in found if private or not text.rpartition(".")[2].startswith("_")]
+    if known is not None:  # IPython 8 completes the whole expression, 9 what follows its dot
+        begun = line[known.start : known.end]
+        own = [text.replace(_ALIAS, begun) for text in own]
+        fragment = fragment.replace(_ALIAS, begun)
+    shown = [text for text in own if not _is_everywhere(text, shell, names)]
+    return Completions(fragment=fragment, texts=tuple(shown[:_MOST]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """A value, and where the expression that leads to it stands in a line."""
+
+    value: Any
+    start: int
+    end: int
+
+
+def _through_modules(line: str, namespace: Mapping[str, Any]) -> _Known | None:
+    """Return what stands before the last dot, if a way through modules leads there.
+
+    torch keeps the parts of a module behind ``__getattr__``, which IPython does not run. They
+    are read from where they lie.
+    """
+    match = _CHAIN.search(line)
+    if match is None or match[1] not in namespace:
+        return None
+    value = namespace[match[1]]
+    for name, index in _STEP.findall(match[2]):
+        if not isinstance(value, torch.nn.Module):
+            return None
+        parts = {**value._modules, **value._parameters, **value._buffers}
+        wanted = name or index
+        if wanted not in parts:
+            return None
+        value = parts[wanted]
+    return _Known(value=value, start=match.start(), end=match.end(2))
 
 
 def _is_everywhere(text: str, shell: Any, names: Mapping[str, Any]) -> bool:
@@ -55,11 +103,11 @@ def _is_everywhere(text: str, shell: Any, names: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _only_names(shell: Any, names: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the completer, which inside knows our names, and asks neither jedi nor the disk."""
+def _only_names(shell: Any, namespace: dict[str, Any]) -> Iterator[Any]:
+    """Yield the completer, which inside knows a namespace, and asks neither jedi nor the disk."""
     completer = shell.Completer
     wanted = {
-        "namespace": {**shell.user_ns, **names},
+        "namespace": namespace,
         "use_jedi": False,
         "disable_matchers": list(_SLOW_MATCHERS),
     }

@@ -6,6 +6,7 @@ the engines come from rank 0's own IPython, within a deadline: the kernel is idl
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fsdp_magic.core.protocol import Completions
@@ -17,6 +18,7 @@ _PRIORITY = 500
 _BODIES = ("%%fsdp", "%%fsdp_model", "%%fsdp_train", "%%fsdp_eval")
 _TRAINING = ("batch", "step", "micro_step", "epoch", "micro_batch_size", "total_steps")
 """Names that training and evaluation cells find, beside those on the engines."""
+_WORD = re.compile(r"[\w.]*$")
 _ELSEWHERE = ("%", "!", "import ", "from ", "#")
 """What begins lines that the notebook's own completion knows better."""
 
@@ -80,7 +82,10 @@ def _on_line(wanted: Wanted, shell: Any) -> Any:
             offers = [(text, "engines") for text in found.texts] + (
                 offers if fragment == wanted.fragment else []
             )
-    return _result(fragment, offers, alone="." not in fragment or bool(offers))
+    if not offers and wanted.completes == "notebook":
+        return _result("")  # an attribute, say, which IPython finds
+    # what is there already, where nothing is known: else files and keywords would be offered
+    return _result(fragment, offers or [(fragment, "")], alone=True)
 
 
 def _in_body(typed: str, *, training: bool) -> Any:
@@ -88,11 +93,13 @@ def _in_body(typed: str, *, training: bool) -> Any:
     if typed.lstrip().startswith(_ELSEWHERE):
         return _result("")
     found = _on_engines(typed)
-    if found is None:
-        return _result("")
-    own = [name for name in _TRAINING if training and name.startswith(found.fragment)]
-    offers = [(name, "engines") for name in (*found.texts, *own)]
-    return _result(found.fragment, offers, alone=False)
+    if found is not None and found.texts:
+        fragment, texts = found.fragment, found.texts
+    else:
+        fragment, texts = _WORD.findall(typed)[0], ()
+    begun = fragment if fragment.isidentifier() or not fragment else "."
+    ours = [name for name in _TRAINING if training and name.startswith(begun)]
+    return _result(fragment, [(name, "engines") for name in (*texts, *ours)])
 
 
 def _on_engines(line: str) -> Completions | None:

@@ -27,11 +27,12 @@ def options_text(spec: type[Any]) -> str:
     return _aligned(rows)
 
 
-def keywords_text(spec: type[Any]) -> str:
+def keywords_text(spec: type[Any], *, without: tuple[str, ...] = ()) -> str:
     """Return the options of a spec as the keywords of a function, aligned."""
     rows = [
         (f"{name}={default!r}", _described(option, None))
         for name, (option, default) in _options_and_defaults(spec).items()
+        if name not in without
     ]
     return _aligned(rows)
 
@@ -61,7 +62,7 @@ def takes_options(
             parameters=[*kept, *keywords]
         )
         text = inspect.cleandoc(function.__doc__ or "")
-        function.__doc__ = f"{text}\n\nOptions:\n{keywords_text(spec)}\n"
+        function.__doc__ = f"{text}\n\nOptions:\n{keywords_text(spec, without=without)}\n"
         return function
 
     return decorated
