@@ -37,7 +37,7 @@ def open_console(engine: Any, path: Path) -> None:
     ports = {
         "shell_port": _bound(engine.shell_socket, _here),
         "control_port": _bound(engine.control_socket, kernel.control_thread.io_loop.add_callback),
-        "iopub_port": _bound(engine.iopub_socket, kernel.iopub_thread.schedule),
+        "iopub_port": _bound(engine.iopub_socket, kernel.iopub_socket.schedule),
         "stdin_port": _bound(kernel.stdin_socket, _here),
         "hb_port": beat.port,
     }
