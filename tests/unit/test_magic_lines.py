@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
 from test_magics import FakeSession
@@ -44,6 +44,8 @@ ODD = [
     *(flag[:-1] for flag in FLAGS),
     *(flag.removeprefix("--") + "=3" for flag in FLAGS),
 ]
+NASTY = ["-" * 3000 + "n", "9" * 4400, "x\u2028y", "1" * 400 + "GiB", "x" * 900, "\x00", "A" * 90]
+"""Each broke something once."""
 numbers = st.one_of(st.integers(1, 9).map(str), st.integers().map(str), st.floats().map(str))
 values = st.one_of(numbers, st.sampled_from(CHOICES), st.sampled_from(ODD), st.text(max_size=6))
 typed_values = st.one_of(values, values.map(repr), values.map('"{}"'.format), values.map(str.upper))
@@ -52,20 +54,23 @@ SPELLINGS = (str, str.upper, lambda flag: "--" + flag[2:].replace("-", "_"))
 
 def given_option(flags: list[str]) -> st.SearchStrategy[str]:
     """Return words that give an option: mostly a value that it takes, in any spelling."""
+    nasty = st.sampled_from(NASTY)
     apt = st.sampled_from(["3", "0.5", "data", "run", "cpu", "full_shard", "sum", "step", "2GiB"])
     return st.builds(
         lambda flag, spelled, between, value: f"{spelled(flag)}{between}{value}",
         st.sampled_from(flags),
         st.sampled_from(SPELLINGS),
         st.sampled_from([" ", "=", "  "]),
-        st.one_of(apt, apt, typed_values),
+        st.one_of(apt, apt, typed_values, nasty),
     )
 
 
 def lines_of(magic: str) -> st.SearchStrategy[tuple[str, str]]:
     """Return lines for a magic, of its own options and of anything else."""
     own = sorted(flags_of(MAGICS[magic])) or FLAGS
-    word = st.one_of(given_option(own), st.sampled_from(own), given_option(FLAGS), typed_values)
+    word = st.one_of(
+        given_option(own), st.sampled_from([*own, *NASTY]), given_option(FLAGS), typed_values
+    )
     return st.tuples(st.just(magic), st.lists(word, max_size=5).map(" ".join))
 
 
@@ -168,6 +173,7 @@ def test_tab_never_raises_and_offers_what_continues_the_line(
         assert all(offer.text and offer.about for offer in wanted.offers)
 
 
+@example(text="0-99999999999", world=2)
 @given(text=st.one_of(typed_values, st.from_regex(r"[0-9,\- ]{0,12}")), world=st.integers(1, 64))
 @settings(QUICK)
 def test_ranks_are_within_the_world_or_refused(text: str, world: int) -> None:
