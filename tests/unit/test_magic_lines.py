@@ -222,3 +222,23 @@ def test_a_size_is_a_number_of_bytes_or_refused(text: str) -> None:
 def test_the_completion_of_names_is_never_asked_for_without_our_magic() -> None:
     assert wanted_at("x = 1 --s") is None
     assert completion.IDENTIFIER.startswith("fsdp_magic")
+
+
+@pytest.mark.parametrize(
+    "typed", ["%fsdp_push {}", "%%fsdp_train --log {}", "%fsdp_pull {} --rank 0"]
+)
+def test_what_is_not_in_the_notebook_is_refused_in_one_line(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    monkeypatch.setattr(sessions, "current", AnySession)
+    magic, _, rest = typed.partition(" ")
+    for value in NASTY:
+        with contextlib.suppress(UsageError):
+            try:
+                if magic.startswith("%%"):
+                    shell.find_cell_magic(magic[2:])(rest.format(value), "loss = 1\n")
+                else:
+                    shell.find_line_magic(magic[1:])(rest.format(value))
+            except UsageError as error:
+                check(error)
+                raise
