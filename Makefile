@@ -2,13 +2,14 @@
 # make test   environment, linters, types, tests
 # make lab    JupyterLab on the quickstart
 # make bench  the benchmarks, one JSON line each; run them on an idle machine
+# make compatibility  a short notebook under other versions of IPython and ipykernel
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lab bench clean
+.PHONY: install demo test lab bench compatibility clean
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -38,6 +39,9 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/cell_latency.py
 	$(BIN)/python benchmarks/step_overhead.py
+
+compatibility: $(INSTALLED)
+	$(BIN)/python tests/compatibility/run.py
 
 clean:
 	rm -rf build $(VENV)

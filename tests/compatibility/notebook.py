@@ -24,7 +24,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 TRAIN = (
     "%%fsdp_train --data data --steps 4 -o run\nloss = ((model(batch[0]) - batch[1]) ** 2).mean()"
 )
-LONG = "%%fsdp_train --data data --steps 100000 -o run\nloss = model(batch[0]).mean(); time.sleep(0.02)"
+LONG = """%%fsdp_train --data data --steps 100000 -o run
+loss = model(batch[0]).mean()
+time.sleep(0.02)
+"""
 PACKAGES = ("ipython", "ipykernel", "ipyparallel", "jupyter_client", "traitlets", "torch")
 
 

@@ -34,7 +34,6 @@ def environment(name: str) -> Path:
         subprocess.run(
             [python, "-m", "pip", "install", "--quiet", *COMMON, *SETS[name]], check=True
         )
-        libraries = Path(sysconfig.get_path("purelib", vars={"base": str(place)}))
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         libraries = place / "lib" / version / "site-packages"
         # what is not there is taken from here: a path in a .pth file comes after its own
