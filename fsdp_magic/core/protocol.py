@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdp_magic.core.completion import CompleteRequest
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, TrainSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
@@ -162,19 +163,6 @@ class StatusRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompleteRequest:
-    """Say what may stand at the end of a line.
-
-    Attributes:
-        line: what was typed, up to the cursor.
-        seconds: how long it may take.
-    """
-
-    line: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleRequest:
     """Listen for a console."""
 
@@ -305,16 +293,3 @@ class EvalReport:
     rows: tuple[tuple[int, dict[str, Any]], ...]
     seconds: float
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completions:
-    """What may stand at the end of a line.
-
-    Attributes:
-        fragment: the end of the line that each text replaces.
-        texts: what may stand there.
-    """
-
-    fragment: str
-    texts: tuple[str, ...]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdp_magic.core.protocol import Completions
+from fsdp_magic.core.completion import Completions
 from fsdp_magic.engine.interrupts import INTERRUPTS
 
 _CHAIN = re.compile(r"([^\W\d]\w*)((?:\.[^\W\d]\w*|\[\d+\])+)\.\w*$")

@@ -8,7 +8,6 @@ and with them the tensors of a failed cell.
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable
@@ -19,10 +18,10 @@ import torch
 from ipyparallel.engine.app import IPEngine
 from torch.optim import Optimizer
 
+from fsdp_magic.core.completion import CompleteRequest
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import (
     LOCAL_ORDER_VARIABLE,
-    CompleteRequest,
     ConsoleRequest,
     EvalReport,
     EvalRequest,
@@ -31,9 +30,6 @@ from fsdp_magic.core.protocol import (
     JoinRequest,
     ModelReport,
     ModelRequest,
-    NumberRequest,
-    PullRequest,
-    PushRequest,
     RecoverRequest,
     Reply,
     RunRequest,
@@ -50,7 +46,7 @@ from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.state import State
 from fsdp_magic.engine.status import rank_status
-from fsdp_magic.engine.values import number_or_type, packed, whole
+from fsdp_magic.engine.variables import number, pull, push
 from fsdp_magic.engine.weights import Weighing
 from fsdp_magic.engine.world import World
 
@@ -215,40 +211,6 @@ def shards(engine: Engine, request: ShardsRequest) -> Reply:
         known = ", ".join(engine.models) or "none; build one in %%fsdp_model"
         raise FsdpError(f"no sharded model {name!r}; there is {known}".replace("''", "yet"))
     return Reply(rank=engine.world.rank, report=fsdp.placement(found, engine.world))
-
-
-def push(engine: Engine, request: PushRequest) -> Reply:
-    """Bind variables."""
-    for name, sent in request.variables.items():
-        try:
-            engine.namespace[name] = pickle.loads(sent)
-        except Exception as error:  # whatever an object's own unpickling raises
-            raise FsdpError(
-                f"{name} cannot be read on the engines ({error}); define its class there, in a "
-                "file or a %%fsdp cell"
-            ) from None
-    return Reply(rank=engine.world.rank)
-
-
-def pull(engine: Engine, request: PullRequest) -> Reply:
-    """Evaluate an expression; the report is its value, whole, on the CPU, pickled.
-
-    Collective: every rank must call this, since a sharded tensor is gathered by all.
-    """
-    with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
-        value = whole(eval(request.expression, engine.namespace), limit_bytes=request.limit_bytes)
-        sent = packed(value, limit_bytes=request.limit_bytes) if request.wanted else None
-    return Reply(rank=engine.world.rank, report=sent)
-
-
-def number(engine: Engine, request: NumberRequest) -> Reply:
-    """Evaluate an expression; the report is a number, or the name of what is none.
-
-    Collective: every rank must call this.
-    """
-    with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
-        found = number_or_type(eval(request.expression, engine.namespace))
-    return Reply(rank=engine.world.rank, report=found)
 
 
 def status(engine: Engine, request: StatusRequest) -> Reply:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fsdp_magic.core.protocol import Completions
+from fsdp_magic.core.completion import Completions
 from fsdp_magic.notebook import sessions
 from fsdp_magic.notebook.magic_line import Wanted, magic_of, wanted_at
 

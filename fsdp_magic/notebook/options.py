@@ -12,7 +12,6 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, TypeVar
 
 from fsdp_magic.core.errors import UsageError
@@ -56,7 +55,7 @@ def looked_up(
     Raises:
         UsageError: if a text is neither a number nor a Python expression.
     """
-    options, kinds = options_of(spec), _kinds_by_name(spec)
+    options, kinds = options_of(spec), typing.get_type_hints(spec)
     found = dict(values)
     for name, value in values.items():
         option = options.get(name)
@@ -108,7 +107,7 @@ def normal(flag: str) -> str:
 
 def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
     options, flags = options_of(spec), flags_of(spec)
-    kinds = _kinds_by_name(spec)
+    kinds = typing.get_type_hints(spec)
     positional = next((name for name, option in options.items() if option.many), None)
     values: dict[str, Any] = {}
     words = _words(line, magic)
@@ -155,11 +154,6 @@ def _converted(value: str, kind: Any) -> Any:
 
 def _kinds(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-
-
-@cache
-def _kinds_by_name(spec: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(spec)
 
 
 def _takes_number(kind: Any) -> bool:

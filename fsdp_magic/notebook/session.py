@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import shlex
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,126 +10,31 @@ from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import (
     CellOutput,
-    CompleteRequest,
-    Completions,
-    ConsoleRequest,
     EvalRequest,
     ModelRequest,
-    Reply,
     RunRequest,
-    ShardsRequest,
-    StatusRequest,
     TrainRequest,
 )
-from fsdp_magic.core.specs import EvalSpec, InitSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
-from fsdp_magic.core.telemetry import RankStatus
-from fsdp_magic.core.wording import quoted
+from fsdp_magic.core.specs import EvalSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook import variables as variables_of
-from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.help import takes_options
-from fsdp_magic.notebook.history import History
+from fsdp_magic.notebook.inspection import Inspection
 from fsdp_magic.notebook.options import looked_up, spec_of
 from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.training import train_on
-from fsdp_magic.notebook.world import plan_world
-from fsdp_magic.panels import mosaic, status
-
-_COMPLETION_SECONDS = 0.5
-"""A person who pressed Tab goes on typing after this."""
+from fsdp_magic.panels import mosaic
 
 
-class Session:
+class Session(Inspection):
     """Engines that run cells, shard models and train them.
 
     Every verb blocks, and is called from one thread. In a notebook a verb shows its panel unless
     it is called with ``show=False``; elsewhere it logs.
-
-    Attributes:
-        plan: the world that was started.
     """
-
-    def __init__(self, spec: InitSpec) -> None:
-        self.spec = spec
-        self._history = History()
-        self.plan = plan_world(spec)
-        self._engines: Engines | None = Engines(self.plan)
-        _LIVE.add(self)
-
-    # -- life
-
-    def restart(self) -> Session:
-        """Replace every engine by a fresh one; variables and models on them are gone."""
-        self.shutdown()
-        self._history.leave_engines()
-        self._engines = Engines(self.plan)
-        _LIVE.add(self)
-        return self
-
-    def shutdown(self) -> None:
-        """End the engines; nothing of them is left. Safe to call twice."""
-        _LIVE.discard(self)
-        if self._engines is not None:
-            self._engines.stop()
-            self._engines = None
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
-    def __repr__(self) -> str:
-        state = "running" if self.running else "shut down"
-        return f"<Session: {self.world_size} {self.plan.device} engines, {state}>"
-
-    def _ipython_display_(self) -> None:
-        """Show the ranks where a cell ends in the session, unless the cell has just drawn them."""
-        if not self.alive:
-            display.write("stdout", f"{self!r}\n")
-        elif not display.is_shown(self):
-            self.status()
-
-    @property
-    def runs(self) -> list[Run]:
-        """Every ``Run``, also those that raised."""
-        return self._history.runs
-
-    @property
-    def running(self) -> bool:
-        """Whether there are engines."""
-        return self._engines is not None
-
-    @property
-    def alive(self) -> bool:
-        """Whether there are engines and they are in order."""
-        return self._engines is not None and self._engines.broken is None
-
-    @property
-    def engines(self) -> Engines:
-        """The engines.
-
-        Raises:
-            UsageError: if they were shut down.
-        """
-        if self._engines is None:
-            raise UsageError("the engines were shut down; type %fsdp_init to start some")
-        return self._engines
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.plan.n
-
-    @property
-    def client(self) -> Any:
-        """The ipyparallel client of the engines, for ``%%px`` and the like."""
-        return self.engines.cluster.client
-
-    # -- verbs
 
     def run(
         self,
@@ -298,98 +200,9 @@ class Session:
             evaluation.show()
         return evaluation
 
-    def shards(self, model: str = "", *, show: bool = True) -> Placement:
-        """Return where every parameter of a sharded model lives; without a name the only one."""
-        replies = self._quietly("shards", self._everywhere(ShardsRequest(model=model)))
-        placement: Placement = replies[0].report
-        if show:
-            display.show(mosaic.html(placement), mosaic.text(placement))
-        return placement
-
-    def status(self, *, show: bool = True) -> list[RankStatus]:
-        """Return what each rank is and how its memory stands, by rank."""
-        replies = self._quietly("status", self._everywhere(StatusRequest()))
-        ranks: list[RankStatus] = [replies[rank].report for rank in sorted(replies)]
-        if show:
-            self.show_status(ranks)
-        return ranks
-
-    def show_status(self, ranks: Sequence[RankStatus]) -> None:
-        """Show ranks, hosts, devices and memory, and the last training panel again."""
-        stamp = display.stamp()
-        display.show(status.html(ranks, stamp=stamp), status.text(ranks, stamp=stamp))
-        display.mark_shown(self)
-        run = self._history.last_of_these_engines
-        if run is not None:
-            run.show()
-
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""
         variables_of.push(self.engines, variables, world_size=self.world_size)
-
-    def pull(self, expression: str, *, rank: int | str = 0, yes: bool = False) -> Any:
-        """Return the value of an expression on a rank, or of all ranks as a list.
-
-        A sharded tensor is gathered by all ranks and comes whole, on the CPU, detached.
-
-        Args:
-            expression: Python.
-            rank: a rank, or ``"all"``.
-            yes: also above 1 GiB.
-        """
-        return variables_of.pull(
-            self.engines, expression, rank=rank, yes=yes, world_size=self.world_size
-        )
-
-    def number(self, flag: str, expression: str) -> float:
-        """Return the number that an option's value stands for on the engines.
-
-        Raises:
-            UsageError: if it is no number there, or not the same one on every rank.
-        """
-        return variables_of.number(self.engines, flag, expression, world_size=self.world_size)
-
-    def console(self, rank: int = 0) -> str:
-        """Return the command that opens a console on a rank, in a terminal of this machine.
-
-        The console waits while a cell runs; what it binds, cells find.
-
-        Raises:
-            UsageError: if there is no such rank.
-        """
-        if rank not in range(self.world_size):
-            raise UsageError(
-                f"--rank {quoted(rank)} does not exist; this world has ranks 0 to "
-                f"{self.world_size - 1}"
-            )
-        path = self._quietly("console", {rank: ConsoleRequest()})[rank].report
-        return f"jupyter console --existing {shlex.quote(path)}"
-
-    def completions(self, line: str) -> Completions | None:
-        """Return what may stand at the end of a line of code; None if no answer comes at once."""
-        if self._engines is None:
-            return None
-        request = CompleteRequest(line=line, seconds=_COMPLETION_SECONDS * 0.8)
-        found: Completions | None = self._engines.glance(
-            "complete", 0, request, seconds=_COMPLETION_SECONDS
-        )
-        return found
-
-    def _everywhere(self, request: Any) -> dict[int, Any]:
-        return dict.fromkeys(range(self.world_size), request)
-
-    def _quietly(self, verb: str, requests: Mapping[int, Any]) -> dict[int, Reply]:
-        """Ask ranks without showing what they print."""
-        return self.engines.ask(verb, requests, write=display.discard)[0]
-
-
-_LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-@atexit.register
-def _shut_all_down() -> None:
-    for session in list(_LIVE):
-        session.shutdown()
 
 
 def _show_results(outputs: Sequence[CellOutput], output: Output) -> None:
