@@ -3,13 +3,14 @@
 # make lab    JupyterLab on the quickstart
 # make bench  the benchmarks, one JSON line each; run them on an idle machine
 # make picture  the README's picture, from the quickstart in JupyterLab; needs Chromium
+# make compatibility  a short notebook under other versions of IPython and ipykernel
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lab bench picture clean
+.PHONY: install demo test lab bench picture compatibility clean
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -43,6 +44,9 @@ bench: $(INSTALLED)
 
 picture: $(INSTALLED)
 	$(BIN)/python tests/browser/picture.py notebooks/quickstart.png
+
+compatibility: $(INSTALLED)
+	$(BIN)/python tests/compatibility/run.py
 
 clean:
 	rm -rf build $(VENV)

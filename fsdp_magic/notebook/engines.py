@@ -7,13 +7,17 @@ cannot be recovered.
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
 from fsdp_magic.core.protocol import HelloReport, HelloRequest, RecoverRequest, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
+from fsdp_magic.notebook.events import Answered, Died
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of
 from fsdp_magic.notebook.output import Output
@@ -96,6 +100,26 @@ class Engines:
         if self._interruptions.count:
             raise CellInterrupted("interrupted")
         return outcome.replies, output
+
+    def glance(self, verb: str, rank: int, request: Any, *, seconds: float) -> Any:
+        """Ask one rank beside all else, and return its report; None if there is none in time.
+
+        It disturbs nothing: nothing is asked while a cell runs, an engine that is busy is not
+        interrupted, and what goes wrong is no error.
+        """
+        if self.broken is not None or self._interruptions.active or self.cluster.dead:
+            return None
+        engine_id = next(e for e, r in self._ranks.items() if r == rank)
+        events = self.cluster.send(verb, {engine_id: request})
+        deadline = time.monotonic() + seconds
+        with suppress(queue.Empty):
+            while (left := deadline - time.monotonic()) > 0:
+                match events.get(timeout=left):
+                    case Answered(reply=Reply(failure=None) as reply):
+                        return reply.report
+                    case Answered() | Died():
+                        return None
+        return None
 
     def release(self) -> None:
         """Free every rank that waits for another."""
