@@ -31,9 +31,10 @@ from fsdp_magic.panels.parts import (
     SMALL,
     card,
     escape,
+    headline,
     muted,
     notes_html,
-    one_line,
+    notes_text,
     shortened,
     text_table,
 )
@@ -79,10 +80,10 @@ def text(placement: Placement) -> str:
     lines.append(["total", *sizes, bytes_text(sum(placement.local_bytes))])
     return "\n".join(
         [
-            f"{one_line(placement.model)}  {_summary(placement)}",
+            f"{shortened(placement.model)}  {_summary(placement)}",
             *text_table(lines, left=1 + len(columns)),
             "▇ sharded  ▒ replicated  – none on this rank",
-            *(one_line(note) for note in _notes(placement, columns)),
+            *notes_text(_notes(placement, columns)),
         ]
     )
 
@@ -116,7 +117,7 @@ def _summary(placement: Placement) -> str:
     uneven = mean and max(held) / mean >= 1.005
     balance = f" · fullest rank {max(held) / mean:.2f}× the mean" if uneven else ""
     return (
-        f"{one_line(placement.strategy)} on {placement.world_size} "
+        f"{shortened(placement.strategy)} on {placement.world_size} "
         f"rank{'s' if placement.world_size != 1 else ''} · {len(placement.parameters)} tensors · "
         f"{count_text(placement.parameter_count)} parameters · "
         f"{bytes_text(placement.global_bytes)}{balance}"
@@ -133,13 +134,11 @@ def _heading(placement: Placement) -> str:
     key = [_swatch(SHARDED, "sharded")] if "sharded" in kinds else []
     key += [_swatch(REPLICATED, "replicated")] if "replicated" in kinds else []
     key += ["<span>– none on this rank</span>"] if empty else []
-    return (
-        '<div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0px 16px;'
-        f'margin-bottom:6px"><span><b>{escape(one_line(placement.model))}</b> '
-        f'<span style="{SMALL}">{escape(_summary(placement))} </span></span>'
-        f'<span style="display:flex;flex-wrap:wrap;gap:0px 10px;font-size:12px">{" ".join(key)}'
-        "</span></div>"
+    aside = (
+        '<span style="display:flex;flex-wrap:wrap;gap:0px 10px;font-size:12px">'
+        f"{' '.join(key)}</span>"
     )
+    return headline(shortened(placement.model), summary=_summary(placement), aside=aside)
 
 
 def _swatch(style: str, name: str) -> str:
@@ -262,7 +261,7 @@ def _tensor_tip(row: ModuleRow, tensor: Tensor) -> Tip:
     placement = tensor.placement
     name = placement.name if row.blocks == 1 else f"{row.name}.{tensor.name}"
     first = escape(f"{shortened(name)} {_shape(placement.shape)}")
-    last = escape(f"{placement.dtype} {placement.kind}")
+    last = escape(f"{shortened(placement.dtype)} {placement.kind}")
 
     def tip(rank: int) -> str:
         return f"{first}&#10;rank {rank}: {_shape(placement.local_shapes[rank])} {last}"

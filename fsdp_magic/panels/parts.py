@@ -26,7 +26,11 @@ SMALL = "font-size:12px;opacity:.7"
 NUMBERS = "font-variant-numeric:tabular-nums"
 
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.?)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, marks that turn the direction of text, and halves of characters."""
+_LONGEST_NOTE = 600
 
 
 def plain(text: object) -> str:
@@ -120,6 +124,25 @@ def card(content: str, *, label: str) -> str:
     )
 
 
+def headline(title: str, *, summary: str = "", stamp: str = "", aside: str = "") -> str:
+    """Return the first line of a panel.
+
+    Args:
+        title: text.
+        summary: text beside it.
+        stamp: text at the end of the line: the time.
+        aside: HTML in its place, such as a key.
+    """
+    beside = f' <span style="{SMALL}">{escape(summary)} </span>' if summary else ""
+    end = f'<span style="flex:none;{SMALL};{NUMBERS}">{escape(shortened(stamp, 20))} </span>'
+    return (
+        f'<div style="display:flex;flex-wrap:{"wrap" if aside else "nowrap"};'
+        'justify-content:space-between;align-items:baseline;gap:0px 16px;margin-bottom:4px">'
+        f'<span style="min-width:0;overflow-wrap:break-word"><b>{escape(title)} </b>{beside}</span>'
+        f"{aside or end}</div>"
+    )
+
+
 def muted(content: str) -> str:
     """Return HTML as secondary text."""
     return f'<span style="opacity:.7">{content}</span>'
@@ -188,10 +211,52 @@ FIRST = "padding-left:0;"
 """Style of a cell in the first column."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number with its name.
+
+    Attributes:
+        name: text.
+        value: text.
+        bad: whether it is marked, because no number should be like that.
+    """
+
+    name: str
+    value: str
+    bad: bool = False
+
+
+def loss_figure(name: str, value: float | None) -> Figure:
+    """Return a loss or a metric, marked where it is not finite."""
+    bad = value is not None and not math.isfinite(value)
+    return Figure(name=shortened(name, 40), value=figure_text(value), bad=bad)
+
+
+def figures_html(figures: Sequence[Figure]) -> str:
+    """Return figures in columns that are as wide in every row of a panel."""
+    tiles = "".join(
+        f'<div style="{_TILE}"><div style="{SMALL};line-height:15px;{_CUT}" '
+        f'title="{escape(figure.name)}">{escape(figure.name)} </div>'
+        f'<b style="{NUMBERS}">{icon("✕", RED) + " " if figure.bad else ""}'
+        f"{escape(figure.value)} </b></div>"
+        for figure in figures
+    )
+    # Seven columns on a wide page, three on a narrow one.
+    return (
+        '<div style="display:grid;grid-template-columns:repeat(auto-fill,minmax(106px,1fr));'
+        f'gap:2px 8px;margin-top:2px">{tiles}</div>'
+    )
+
+
+_CUT = "overflow:hidden;text-overflow:ellipsis"
+_TILE = "min-width:0;white-space:nowrap;height:34px;line-height:19px"
+
+
 def notes_html(notes: Sequence[str]) -> str:
     """Return sentences under a panel, one a line."""
-    lines = "".join(f"<div>{escape(one_line(note))}</div>" for note in notes)
-    return f'<div style="margin-top:6px;{SMALL}">{lines}</div>' if lines else ""
+    lines = "".join(f"<div>{escape(shortened(note, _LONGEST_NOTE))}</div>" for note in notes)
+    style = f"margin-top:6px;overflow-wrap:break-word;{SMALL}"
+    return f'<div style="{style}">{lines}</div>' if lines else ""
 
 
 # ---------------------------------------------------------------- text
@@ -207,6 +272,16 @@ def text_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
         ).rstrip()
         for line in rows
     ]
+
+
+def figures_text(figures: Sequence[Figure]) -> str:
+    """Return figures on one line: ``loss 2.510  gradient norm 0.532``."""
+    return "  ".join(f"{figure.name} {figure.value}" for figure in figures)
+
+
+def notes_text(notes: Sequence[str]) -> list[str]:
+    """Return the sentences under a panel as lines."""
+    return [shortened(note, _LONGEST_NOTE) for note in notes]
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
