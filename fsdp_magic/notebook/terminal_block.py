@@ -34,7 +34,7 @@ class TerminalBlock:
 
     def draw(self, text: str, *, final: bool) -> None:
         """Show a frame in place of the one before; the last one is shown whole and stays."""
-        columns, rows = shutil.get_terminal_size()
+        columns, rows = self._size()
         lines = text.splitlines()
         if not final:  # what scrolled out of sight could not be cleared
             lines = [cut(line, columns - 1) for line in lines[: max(1, rows - 1)]]
@@ -50,9 +50,15 @@ class TerminalBlock:
     def erase(self) -> None:
         """Take the block away, because something else is to be written there."""
         if self._widths:
-            self._stream.write(self._erasing(shutil.get_terminal_size().columns))
+            self._stream.write(self._erasing(self._size().columns))
             self._stream.flush()
             self._widths = []
+
+    def _size(self) -> os.terminal_size:
+        try:
+            return os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError, AttributeError):
+            return shutil.get_terminal_size()
 
     def _erasing(self, columns: int) -> str:
         """Return what takes the block away; one that a narrower terminal broke is higher."""

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 from fsdp_magic.core.telemetry import EvaluationRecord
 from fsdp_magic.core.units import UNKNOWN, seconds_text
+from fsdp_magic.panels.figures import Figure, figures_html, figures_text, loss_figure
 from fsdp_magic.panels.parts import (
     NUMBERS,
     SMALL,
-    Figure,
     card,
     escape,
-    figures_html,
-    figures_text,
     headline,
-    loss_figure,
     notes_html,
     notes_text,
     one_line,

@@ -211,47 +211,6 @@ FIRST = "padding-left:0;"
 """Style of a cell in the first column."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A number with its name.
-
-    Attributes:
-        name: text.
-        value: text.
-        bad: whether it is marked, because no number should be like that.
-    """
-
-    name: str
-    value: str
-    bad: bool = False
-
-
-def loss_figure(name: str, value: float | None) -> Figure:
-    """Return a loss or a metric, marked where it is not finite."""
-    bad = value is not None and not math.isfinite(value)
-    return Figure(name=shortened(name, 40), value=figure_text(value), bad=bad)
-
-
-def figures_html(figures: Sequence[Figure]) -> str:
-    """Return figures in columns that are as wide in every row of a panel."""
-    tiles = "".join(
-        f'<div style="{_TILE}"><div style="{SMALL};line-height:15px;{_CUT}" '
-        f'title="{escape(figure.name)}">{escape(figure.name)} </div>'
-        f'<b style="{NUMBERS}">{icon("✕", RED) + " " if figure.bad else ""}'
-        f"{escape(figure.value)} </b></div>"
-        for figure in figures
-    )
-    # Seven columns on a wide page, three on a narrow one.
-    return (
-        '<div style="display:grid;grid-template-columns:repeat(auto-fill,minmax(106px,1fr));'
-        f'gap:2px 8px;margin-top:2px">{tiles}</div>'
-    )
-
-
-_CUT = "overflow:hidden;text-overflow:ellipsis"
-_TILE = "min-width:0;white-space:nowrap;height:34px;line-height:19px"
-
-
 def notes_html(notes: Sequence[str]) -> str:
     """Return sentences under a panel, one a line."""
     lines = "".join(f"<div>{escape(shortened(note, _LONGEST_NOTE))}</div>" for note in notes)
@@ -272,11 +231,6 @@ def text_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
         ).rstrip()
         for line in rows
     ]
-
-
-def figures_text(figures: Sequence[Figure]) -> str:
-    """Return figures on one line: ``loss 2.510  gradient norm 0.532``."""
-    return "  ".join(f"{figure.name} {figure.value}" for figure in figures)
 
 
 def notes_text(notes: Sequence[str]) -> list[str]:

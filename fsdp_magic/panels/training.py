@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from fsdp_magic.core.telemetry import RunState
 from fsdp_magic.core.units import UNKNOWN, bytes_text, count_text, seconds_text
 from fsdp_magic.panels import evaluation, loss_chart, rank_memory
+from fsdp_magic.panels.figures import Figure, figures_html, figures_text, loss_figure
 from fsdp_magic.panels.gauges import Gauge
 from fsdp_magic.panels.loss_chart import LossChart
 from fsdp_magic.panels.parts import (
@@ -24,14 +25,10 @@ from fsdp_magic.panels.parts import (
     RED,
     SMALL,
     TRACK,
-    Figure,
     card,
     escape,
     figure_text,
-    figures_html,
-    figures_text,
     icon,
-    loss_figure,
     muted,
     notes_html,
     notes_text,
