@@ -282,6 +282,7 @@ class Session:
         )
         self._history.evaluation = request
         evaluation = Evaluation([replies[rank].report for rank in sorted(replies)])
+        self._history.last_frame = evaluation.last_frame
         if show:
             evaluation.show()
         return evaluation
@@ -303,13 +304,12 @@ class Session:
         return ranks
 
     def show_status(self, ranks: Sequence[RankStatus]) -> None:
-        """Show ranks, hosts, devices and memory, and the last training panel again."""
+        """Show ranks, hosts, devices and memory, and the last panel again."""
         stamp = display.stamp()
         display.show(status.html(ranks, stamp=stamp), status.text(ranks, stamp=stamp))
         display.mark_shown(self)
-        run = self._history.last_of_these_engines
-        if run is not None:
-            run.show()
+        if self._history.last_frame is not None:
+            display.show(*self._history.last_frame)
 
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""
