@@ -176,7 +176,7 @@ def table(head: str, rows: Iterable[str], *, fixed: bool = False) -> str:
     return (
         f'<table style="border:0;border-collapse:collapse;width:100%;margin:0;font-size:12px;'
         f'table-layout:{layout};{NUMBERS}">'
-        f'<thead style="border-bottom:{RULE}">{row(head)}</thead>'
+        f'<thead style="border-bottom:{RULE};background:transparent">{row(head)}</thead>'
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
 
@@ -206,7 +206,8 @@ def head_cell(content: str, *, style: str = "", right: bool = False) -> str:
     )
 
 
-_CELL = "border:0;padding:1px 0 1px 10px;white-space:nowrap;"
+# Notebooks set a line height of their own in tables, which would follow the font of every sign.
+_CELL = "border:0;padding:1px 0 1px 10px;white-space:nowrap;line-height:16px;"
 FIRST = "padding-left:0;"
 """Style of a cell in the first column."""
 
