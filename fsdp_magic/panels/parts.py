@@ -150,7 +150,7 @@ def muted(content: str) -> str:
 
 def hidden(text: str) -> str:
     """Return text that is seen only where styles are stripped, and read aloud."""
-    return f'<span style="font-size:0px">{escape(text)} </span>'
+    return f'<span style="font-size:0px;line-height:0px">{escape(text)} </span>'
 
 
 def icon(glyph: str, colour: str) -> str:

@@ -82,8 +82,8 @@ def batch_text(view: TrainingView) -> str:
     """Return how a step's samples come about: ``8 × 4 × 2 ranks = 64 samples a step``."""
     ranks = f"{view.data_parallel_size} rank{'s' if view.data_parallel_size != 1 else ''}"
     if view.micro_batch_size is None:
-        samples = UNKNOWN if view.samples_per_step is None else f"{view.samples_per_step:,}"
-        return f"{ranks}, samples a step {samples}"
+        known = view.samples_per_step is not None
+        return f"{ranks}, {view.samples_per_step:,} samples a step" if known else ranks
     product = view.micro_batch_size * view.accumulate * view.data_parallel_size
     samples_per_step = product if view.samples_per_step is None else view.samples_per_step
     relation = " =" if samples_per_step == product else ","

@@ -103,7 +103,8 @@ def test_samples_per_second_stand_in_where_there_are_no_tokens() -> None:
         ({"data_parallel_size": 1, "samples_per_step": 32}, "8 × 4 × 1 rank = 32 samples a step"),
         ({"samples_per_step": None}, "8 × 4 × 2 ranks = 64 samples a step"),
         ({"samples_per_step": 60}, "8 × 4 × 2 ranks, 60 samples a step"),
-        ({"micro_batch_size": None, "samples_per_step": None}, "2 ranks, samples a step n/a"),
+        ({"micro_batch_size": None, "samples_per_step": None}, "2 ranks"),
+        ({"micro_batch_size": None, "samples_per_step": 60}, "2 ranks, 60 samples a step"),
     ],
 )
 def test_the_batch_is_put_in_words(changes: dict[str, Any], expected: str) -> None:
