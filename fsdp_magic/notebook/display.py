@@ -54,12 +54,11 @@ class Panel:
             return
         self._logged = now
         shown = text if final else text.partition("\n")[0]
-        if printed:
-            print(shown, flush=True)
-        elif _LOG.hasHandlers():
+        if not printed and _LOG.hasHandlers():
             _LOG.info("%s", shown)
-        else:
-            print(shown, file=sys.stderr, flush=True)
+            return
+        moment = "" if final else f"{stamp()}  "  # a frame says its time, its first line does not
+        print(f"{moment}{shown}", file=sys.stdout if printed else sys.stderr, flush=True)
 
 
 def show(html: str, text: str) -> None:

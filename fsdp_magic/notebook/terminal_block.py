@@ -56,9 +56,11 @@ class TerminalBlock:
 
     def _size(self) -> os.terminal_size:
         try:
-            return os.get_terminal_size(self._stream.fileno())
+            size = os.get_terminal_size(self._stream.fileno())
         except (OSError, ValueError, AttributeError):
             return shutil.get_terminal_size()
+        # a terminal that nobody told its size says 0 × 0
+        return size if size.columns and size.lines else shutil.get_terminal_size()
 
     def _erasing(self, columns: int) -> str:
         """Return what takes the block away; one that a narrower terminal broke is higher."""

@@ -122,7 +122,10 @@ def _lines(gauges: Sequence[Gauge], columns: _Columns) -> list[str]:
     """Return the same as lines of text; see ``_table``."""
     largest = full_bytes(gauges)
     device = ["device"] if columns.names else []
-    rows = [["rank", *device, f"memory, {columns.unit.name}", *columns.heads]]
+    scale = scale_text(gauges)
+    memory = f"memory, {columns.unit.name}" + (f", {scale}" if scale else "")
+    heads = [f"{name} |" if name == "peak used" else name for name in columns.heads]
+    rows = [["rank", *device, memory, *heads]]
     for gauge, label in many_ranks.shown(gauges):
         drawn = f"[{letters(gauge, largest=largest)}]"
         name = [_name(gauge)] if columns.names else []
@@ -130,9 +133,6 @@ def _lines(gauges: Sequence[Gauge], columns: _Columns) -> list[str]:
     key = "  ".join(f"{part.letter} {part.name}" for part in PARTS)
     fullest = max(gauges, key=lambda gauge: gauge.highest_bytes)
     moment = f"rank {fullest.rank}: {breakdown(fullest, columns.unit)}"
-    key += "" if columns.at_peak else "  | peak used"
-    if scale := scale_text(gauges):
-        key += f"  {scale}"
     return [_devices(gauges), *text_table(rows, left=2 + len(device)), key, moment]
 
 

@@ -158,7 +158,8 @@ def text(ranks: Sequence[RankStatus], *, stamp: str) -> str:
         lines.append([label, *place, drawn, *held, *shown.sizes(rank)])
     return "\n".join(
         [
-            f"{_title(ranks)}  {_summary(ranks)}  {one_line(stamp)}",
+            f"{_title(ranks)}  {one_line(stamp)}",
+            _summary(ranks),
             *_below(ranks, shown),
             *text_table(lines, left=2 + len(places) + len(work)),
             *many_ranks.strip_text(shown.gauges),

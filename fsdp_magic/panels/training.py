@@ -67,8 +67,8 @@ def text(view: TrainingView) -> str:
     head = f"{sign} {word}{view.percentage}  step {_step_text(view)}  {figures_text(first[:3])}"
     return "\n".join(
         [
-            f"{head}  {one_line(view.stamp)}",
-            _beside(view),
+            head,
+            f"{_beside(view)}  {one_line(view.stamp)}",
             figures_text(first[3:]),
             *map(figures_text, rest),
             loss_chart.text(_chart(view)),

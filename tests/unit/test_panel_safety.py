@@ -276,7 +276,7 @@ def test_styles_survive_in_a_notebook_that_is_not_trusted() -> None:
 
 @pytest.mark.parametrize("state", ["running", "done"])
 def test_every_memory_size_of_a_training_panel_is_named(state: Any) -> None:
-    heads = {"running": ["used", "peak used"], "done": ["used at peak"]}[state]
+    heads = {"running": ["used", "peak used |"], "done": ["used at peak"]}[state]
     page = training.text(view(state))
     (row,) = [line for line in page.splitlines() if line.startswith("rank ") and "memory," in line]
     named = re.split(r"\s{2,}", row)

@@ -70,7 +70,7 @@ def test_activity_is_shown_where_it_is_known() -> None:
 def test_status_of_what_is_not_known() -> None:
     unknown = rank_status(0, memory=memory(capacity_bytes=None), models=(), device_name="")
     for text in shown([unknown]):
-        assert text.startswith("1 GPU rank on") or text.startswith("1 GPU rank  on")
+        assert text.startswith("1 GPU rank ")
         assert "n/a · capacity n/a" in text
         assert text.count("n/a") == 2
 
