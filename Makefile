@@ -39,6 +39,7 @@ lab: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/cell_latency.py
+	$(BIN)/python benchmarks/panels.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/soak.py
 

@@ -156,7 +156,7 @@ def test_the_last_panel_and_the_mosaic_are_there_untrusted_and_without_a_kernel(
     seen: Seen,
 ) -> None:
     assert seen.copy_status is None
-    for word in ("Stopped", "Memory at peak", "rank", "gradient norm"):
+    for word in ("Stopped", "used at peak", "rank", "gradient norm"):
         assert word in seen.copy[TRAIN]
     for word in ("full_shard on 2 ranks", "rank 1", "{1…4}", "total"):
         assert word in seen.copy[MODEL]
