@@ -6,9 +6,10 @@ a training run is under way each rank publishes ``ProgressReport`` records besid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fsdp_magic.core.completion import CompleteRequest
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, TrainSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
@@ -18,6 +19,13 @@ CALL_NAME = "_fsdp_magic_call"
 
 PROGRESS_KEY = "fsdp_magic.progress"
 """The key of published progress in an ipyparallel data message."""
+
+PRINTED_KEY = "fsdp_magic.printed"
+"""The key of a ``PrintedReport`` in the content of a stream message."""
+
+DIGESTS = 4096
+"""Signatures of messages that each side remembers, so that none is taken twice; Jupyter's own
+bound is 65,536, and until it is reached every cell leaves some behind."""
 
 KERNEL_PID_VARIABLE = "FSDP_MAGIC_KERNEL_PID"
 LOCAL_ORDER_VARIABLE = "FSDP_MAGIC_LOCAL_ORDER"
@@ -162,6 +170,11 @@ class StatusRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleRequest:
+    """Listen for a console."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverRequest:
     """After a failed cell: replace the transports and forget the step that was torn.
 
@@ -184,6 +197,8 @@ Request = (
     | NumberRequest
     | ShardsRequest
     | StatusRequest
+    | CompleteRequest
+    | ConsoleRequest
     | RecoverRequest
 )
 
@@ -221,12 +236,49 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrintedReport:
+    """What a rank printed on one stream since it last said so.
+
+    Attributes:
+        parts: text left for good, and the numbers of progress bars where they begin, in order.
+        taken_back: characters at the end of earlier text that turned out to be of a bar.
+        bars: number and text of every bar, if any changed; one that is missing keeps its last.
+        left_out: lines of the cell, so far, that were not sent.
+        log: the file that has all of them; empty while none was left out.
+        tail: the last of them, once the cell is over.
+    """
+
+    parts: tuple[str | int, ...] = ()
+    taken_back: int = 0
+    bars: tuple[tuple[int, str], ...] | None = None
+    left_out: int = 0
+    log: str = ""
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultReport:
+    """The value of a cell's last expression.
+
+    Attributes:
+        text: its ``repr``; None if there is none or it ends in ``;``.
+        bundle: by MIME type, if it has more to show than text; None: it has shown itself.
+        metadata: of the bundle.
+    """
+
+    text: str | None = None
+    bundle: dict[str, Any] | None = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CellOutput:
     """What a cell left on one rank.
 
     Attributes:
         rank: the rank.
-        stdout, stderr: everything it printed.
+        stdout, stderr: what it printed, as a terminal would have kept it; of more than 2,500
+            lines or 200 kB the beginning and the end, and between them where all of it is.
         result: ``repr`` of the last expression; None if there is none or it ends in ``;``.
     """
 
@@ -259,13 +311,13 @@ class ModelReport:
     Attributes:
         placements: of each model that it sharded, or else left alone.
         starts_anew: whether it sharded any, so that steps count from 0 again.
-        result: text of the last expression.
+        result: the last expression.
         notes: sentences a person should read.
     """
 
     placements: tuple[Placement, ...]
     starts_anew: bool = True
-    result: str | None = None
+    result: ResultReport = ResultReport()
     notes: tuple[str, ...] = ()
 
 

@@ -26,11 +26,13 @@ import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 import tqdm.auto  # type: ignore[import-untyped]  # noqa: F401
 from ipyparallel.engine.app import IPEngine
+from traitlets import default
 
-from fsdp_magic.core.protocol import CALL_NAME
-from fsdp_magic.engine import terminal
+from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
+from fsdp_magic.engine import cell_sources, terminal
 from fsdp_magic.engine.channel import open_channel
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.printing import PRINTING, WatchedStream
 from fsdp_magic.engine.verbs import Engine
 
 _PR_SET_PDEATHSIG = 1
@@ -39,6 +41,10 @@ _LOOK_SECONDS = 0.005
 
 class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyped
     """The engine's process."""
+
+    @default("out_stream_factory")
+    def _out_stream_factory(self) -> type[WatchedStream]:
+        return WatchedStream
 
     def find_connection_file(self) -> None:
         """Find the file that says where the controller is, and wait until it is written.
@@ -53,11 +59,13 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
     def init_signal(self) -> None:
         """Take over SIGINT and offer the verbs; called once the kernel object is there."""
         super().init_signal()
+        self.session.digest_history_size = DIGESTS
         INTERRUPTS.install()
         signal.signal(signal.SIGTERM, _leave)
         _keep_handler(self.kernel)
         terminal.replace(self.kernel.shell)
         self.kernel.control_handlers["signal_request"] = self._take_signal
+        cell_sources.install()
         engine = Engine(shell=self.kernel.shell)
         setattr(builtins, CALL_NAME, engine.call)
         os.register_at_fork(after_in_child=_die_with_parent)
@@ -70,6 +78,11 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         number = getattr(signal, wanted) if isinstance(wanted, str) else wanted
         os.kill(os.getpid(), number)
         self.session.send(stream, "signal_reply", {"status": "ok"}, parent=request, ident=identity)
+
+    def redirect_output(self, iopub_socket: Any) -> None:
+        """Publish what is printed, through our reports."""
+        super().redirect_output(iopub_socket)
+        PRINTING.install(self.kernel.shell)
 
 
 def _is_json(path: Path) -> bool:

@@ -1,33 +1,27 @@
 """ENGINE: compiling a cell, running it, and describing how it failed.
 
-A cell is compiled under a file name of its own, and its source is put into ``linecache`` under
-that name, so tracebacks show its lines. A traceback is cut to the person's frames: cells, and
-files that belong neither to this package nor to an installed library.
+A cell is compiled under a file name of its own, under which its source is kept, so tracebacks
+show its lines.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
-import linecache
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import Failure
+from fsdp_magic.engine.cell_sources import CellSource
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
+from fsdp_magic.engine.tracebacks import members_of, message_of, persons_traceback
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = tuple(
-    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 _HINTS = {
     "got mixed torch.Tensor and DTensor": (
@@ -47,20 +41,33 @@ class Cell:
     """A compiled cell.
 
     Attributes:
-        name: its file name in tracebacks.
+        source: as it was typed, under its file name in tracebacks.
         body: its statements.
         last: its last expression, whose value is shown; None if there is none.
         assigned: the names that its top level binds.
     """
 
-    name: str
+    source: CellSource
     body: CodeType
     last: CodeType | None
     assigned: frozenset[str]
 
+    def __post_init__(self) -> None:
+        for code in (self.body, self.last):
+            if code is not None:
+                self.source.needed_by(code)
+
+    @property
+    def name(self) -> str:
+        """Its file name in tracebacks."""
+        return self.source.name
+
     def run(self, namespace: dict[str, Any]) -> Any:
         """Execute in a namespace, and return the value of the last expression."""
-        exec(self.body, namespace)
+        try:
+            exec(self.body, namespace)
+        finally:
+            self.source.note_classes({n: namespace[n] for n in self.assigned if n in namespace})
         return eval(self.last, namespace) if self.last is not None else None
 
 
@@ -77,7 +84,7 @@ def compile_cell(code: str, name: str, *, shell: Any) -> Cell:
         FsdpError: if it awaits at top level.
     """
     source = shell.transform_cell(code)
-    _remember(source, name)
+    kept = CellSource(source, name)
     tree = _parsed(source, name)
     last: CodeType | None = None
     shown = tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_quietly(code)
@@ -85,7 +92,7 @@ def compile_cell(code: str, name: str, *, shell: Any) -> Cell:
         expression = tree.body.pop()
         assert isinstance(expression, ast.Expr)
         last = compile(ast.Expression(expression.value), name, "eval")
-    return Cell(name=name, body=compile(tree, name, "exec"), last=last, assigned=_assigned(tree))
+    return Cell(source=kept, body=compile(tree, name, "exec"), last=last, assigned=_assigned(tree))
 
 
 def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
@@ -96,7 +103,7 @@ def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
         FsdpError: if it uses a magic or awaits at top level.
     """
     source = shell.transform_cell(code)
-    _remember(source, name)
+    kept = CellSource(source, name)
     tree = _parsed(source, name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in _MAGIC_CALLS and _is_shell(node):
@@ -104,7 +111,7 @@ def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
                 f"line {node.lineno} uses a magic; a training cell is plain Python that runs "
                 "once per micro-step: put the magic into a %%fsdp cell"
             )
-    return Cell(name=name, body=compile(tree, name, "exec"), last=None, assigned=_assigned(tree))
+    return Cell(source=kept, body=compile(tree, name, "exec"), last=None, assigned=_assigned(tree))
 
 
 def describe(error: BaseException) -> Failure:
@@ -113,8 +120,7 @@ def describe(error: BaseException) -> Failure:
         return Failure(kind="released", exception_type="", message="a peer failed")
     if isinstance(error, KeyboardInterrupt):
         return Failure(kind="interrupted", exception_type="KeyboardInterrupt", message="")
-    frames = _persons_traceback(error)
-    message = _message(error)
+    frames, message = persons_traceback(error), message_of(error)
     if isinstance(error, SyntaxError):
         lines = traceback.format_exception_only(error)
         frames, message = "".join(lines[:-1]), str(error.msg)
@@ -125,7 +131,7 @@ def describe(error: BaseException) -> Failure:
         exception_type=type(error).__name__,
         message=message,
         traceback=frames,
-        notes=(*getattr(error, "__notes__", ()), *_hints(message)),
+        notes=(*members_of(error), *getattr(error, "__notes__", ()), *_hints(message)),
     )
 
 
@@ -178,11 +184,6 @@ def forgotten(error: BaseException) -> Iterator[None]:
                 delattr(sys, name)
 
 
-def _remember(source: str, name: str) -> None:
-    """Keep a cell's source for tracebacks and ``inspect``; no time stamp: never checked."""
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-
-
 def _parsed(source: str, name: str) -> ast.Module:
     tree = ast.parse(source, name)
     for node in _top_level(tree):
@@ -229,46 +230,3 @@ def _ends_quietly(code: str) -> bool:
     lines = [line.partition(" #")[0].rstrip() for line in code.rstrip().splitlines()]
     spoken = [line for line in lines if line and not line.lstrip().startswith("#")]
     return bool(spoken) and spoken[-1].endswith(";")
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # the person's own __str__ raised
-        return f"(its text cannot be shown: {type(broken).__name__})"
-
-
-def _persons_traceback(error: BaseException, seen: frozenset[int] = frozenset()) -> str:
-    """Return the person's frames of an exception, after those of what led to it."""
-    text = _persons_frames(error.__traceback__)
-    cause, context = error.__cause__, error.__context__
-    seen |= {id(error)}
-    if id(cause) in seen or id(context) in seen:  # ``raise error from error``
-        return text
-    if cause is not None:
-        between = "The above exception was the direct cause of the following exception:"
-        return f"{_persons_traceback(cause, seen)}{_last_line(cause)}\n\n{between}\n\n{text}"
-    if context is None or error.__suppress_context__:
-        return text
-    earlier = _persons_traceback(context, seen)
-    if not earlier:  # a library's own business
-        return text
-    between = "During handling of the above exception, another exception occurred:"
-    return f"{earlier}{_last_line(context)}\n\n{between}\n\n{text}"
-
-
-def _last_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_message(error)}"
-
-
-def _persons_frames(trace: TracebackType | None) -> str:
-    """Return the frames of cells and of the person's own files, as text."""
-    frames = [frame for frame in traceback.extract_tb(trace) if _is_persons(frame.filename)]
-    return "".join(traceback.StackSummary.from_list(frames).format())
-
-
-def _is_persons(filename: str) -> bool:
-    if filename.startswith("<"):
-        return filename.startswith("<%%")
-    path = str(Path(filename).resolve())
-    return not path.startswith((_PACKAGE, *_LIBRARIES))

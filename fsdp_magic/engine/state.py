@@ -16,6 +16,7 @@ from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.position import Position
+from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.service import Service, Tick
 from fsdp_magic.engine.world import World
@@ -101,7 +102,8 @@ class State:
                 self.world.release()
                 raise
             finally:
-                _flush()
+                self.shell.events.trigger("post_execute")  # matplotlib shows its figures then
+                PRINTING.flush()
 
     @contextmanager
     def training_cell(
@@ -131,8 +133,3 @@ def _say_hidden(hidden: tuple[str, ...]) -> None:
         f"fsdp_magic: in a cell {names} is the extension's; your own value is back after it",
         file=sys.stderr,
     )
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()

@@ -26,15 +26,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ipyparallel
-
 from fsdp_magic.core.channel import Asked, Finished, Published, Ready
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, PROGRESS_KEY, HelloReport
+from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
-from fsdp_magic.notebook.events import Answered, Died, Events, Printed, Progressed
+from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 
@@ -187,7 +185,7 @@ class Cluster:
         for engine_id, request in requests.items():
             order = self._orders.get(engine_id)
             if order is None:
-                road = ControllerRoad(self.client, self._loop, publish=_publish)
+                road = ControllerRoad(self.client, self._loop)
                 road.send(engine_id, verb, request, events)
             else:
                 asked = Asked(number=self._number, verb=verb, request=request)
@@ -207,7 +205,9 @@ class Cluster:
         engine_id = self._ready[order].engine_id
         match message:
             case Published():
-                _publish(engine_id, message.message(), events)
+                event = event_of(engine_id, message.message())
+                if event is not None:
+                    events.put(event)
             case Finished(reply=reply):
                 events.put(Answered(engine_id=engine_id, reply=reply))
 
@@ -280,20 +280,6 @@ def _empty(directory: str) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-
-
-def _publish(engine_id: int, message: Mapping[str, Any], events: Events) -> None:
-    """Turn a message on an engine's publishing channel into an event."""
-    kind = message["header"]["msg_type"]
-    if kind == "stream":
-        content = message["content"]
-        events.put(Printed(engine_id=engine_id, stream=content["name"], text=content["text"]))
-    elif kind == "display_data":
-        text = message["content"]["data"].get("text/plain", "")
-        events.put(Printed(engine_id=engine_id, stream="stdout", text=f"{text}\n"))
-    elif kind == "data_message" and PROGRESS_KEY in message["content"]["keys"]:
-        data, _ = ipyparallel.serialize.deserialize_object(message["buffers"])
-        events.put(Progressed(engine_id=engine_id, report=data[PROGRESS_KEY]))
 
 
 def _crash_report(log: str) -> str:

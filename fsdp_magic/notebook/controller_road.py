@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import ipyparallel
 from ipyparallel.error import RemoteError
 
-from fsdp_magic.core.protocol import CALL_NAME
-from fsdp_magic.notebook.events import Answered, Died, Events
+from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
+from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.launch import LoopThread
 
 _CONNECT_SECONDS = 60.0
 _OUTPUT_SECONDS = 2.0
-
-Publish = Callable[[int, Mapping[str, Any], Events], None]
 
 
 class ControllerRoad:
@@ -31,19 +30,17 @@ class ControllerRoad:
     Args:
         client: ipyparallel's.
         loop: calls later.
-        publish: takes an engine's id, what it published, and where its events go.
     """
 
-    def __init__(self, client: Any, loop: LoopThread, *, publish: Publish) -> None:
+    def __init__(self, client: Any, loop: LoopThread) -> None:
         self._client = client
         self._loop = loop
-        self._publish = publish
 
     def send(self, engine_id: int, verb: str, request: Any, events: Events) -> None:
         """Ask an engine for a verb."""
 
         def hook(future: Any) -> None:
-            future.iopub_callbacks.append(lambda message: self._publish(engine_id, message, events))
+            future.iopub_callbacks.append(partial(self._publish, engine_id, events))
 
         name = self._client._engines.get(engine_id)
         if name is None:
@@ -57,6 +54,18 @@ class ControllerRoad:
             message_future_hook=hook,
         )
         future.add_done_callback(partial(self._answer, engine_id, events))
+
+    def _publish(self, engine_id: int, events: Events, message: Mapping[str, Any]) -> None:
+        """Turn a message on an engine's publishing channel into an event.
+
+        ipyparallel has kept it too, with all that came before; we are done with that.
+        """
+        event = event_of(engine_id, message)
+        if event is not None:
+            events.put(event)
+        kept = self._client.metadata.get(message["parent_header"]["msg_id"])
+        if kept is not None:
+            kept.update(stdout="", stderr="", outputs=[])
 
     def _answer(self, engine_id: int, events: Events, future: Any) -> None:
         """Pass a reply on once the engine's output is complete.
@@ -72,6 +81,8 @@ class ControllerRoad:
                 events.put(Answered(engine_id=engine_id, reply=future.result()))
 
         reply = future.result()
+        with suppress(ValueError):  # a list that nobody else shortens
+            self._client.history.remove(future.msg_id)
         if isinstance(reply, RemoteError) and reply.ename == "EngineError":
             self._presume_dead(engine_id, events)
         future.output.add_done_callback(pass_on)
@@ -98,6 +109,7 @@ def connected(info: Mapping[str, Any], directory: str, *, count: int, dead: Iter
         dead: ids of those that have ended.
     """
     client = ipyparallel.Client(info, profile_dir=directory, timeout=_CONNECT_SECONDS)
+    client.session.digest_history_size = DIGESTS
     deadline = time.monotonic() + _CONNECT_SECONDS
     while len(client.ids) < count and time.monotonic() < deadline:
         time.sleep(0.01)  # a registration completes on a beat of the hub's heart

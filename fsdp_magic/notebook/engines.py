@@ -7,19 +7,23 @@ cannot be recovered.
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
 from fsdp_magic.core.protocol import RecoverRequest, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
-from fsdp_magic.notebook.display import discard
+from fsdp_magic.notebook.events import Answered, Died
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.run import Run
+from fsdp_magic.notebook.screen import Nowhere, Screen
 from fsdp_magic.notebook.world import WorldPlan
 
 _QUICK_SECONDS = 30.0
@@ -60,7 +64,7 @@ class Engines:
         verb: str,
         requests: Mapping[int, Any],
         *,
-        write: Callable[[str, str], None],
+        screen: Screen,
         timeout: float | None = None,
         run: Run | None = None,
         on_tick: Callable[[], None] | None = None,
@@ -70,7 +74,7 @@ class Engines:
         Args:
             verb: what to do.
             requests: by rank.
-            write: called with a stream's name and a labelled line that ranks printed.
+            screen: where what the ranks print and display is shown.
             timeout: seconds it may take; None: any time.
             run: takes the progress; with one, an interrupt asks for a clean stop first.
             on_tick: called some twenty times a second.
@@ -80,7 +84,7 @@ class Engines:
         self._check_dead(tuple(self._ranks[engine_id] for engine_id in self.cluster.dead))
         engines = {rank: engine_id for engine_id, rank in self._ranks.items()}
         asked = {engines[rank]: request for rank, request in requests.items()}
-        output = Output(sorted(requests), write=write)
+        output = Output(sorted(requests), screen=screen)
         with self._interruptions:  # from before it is sent until the ranks are in order again
             outcome = Follower(
                 ranks={engine_id: self._ranks[engine_id] for engine_id in asked},
@@ -98,6 +102,26 @@ class Engines:
         if self._interruptions.count:
             raise CellInterrupted("interrupted")
         return outcome.replies, output
+
+    def glance(self, verb: str, rank: int, request: Any, *, seconds: float) -> Any:
+        """Ask one rank beside all else, and return its report; None if there is none in time.
+
+        It disturbs nothing: nothing is asked while a cell runs, an engine that is busy is not
+        interrupted, and what goes wrong is no error.
+        """
+        if self.broken is not None or self._interruptions.active or self.cluster.dead:
+            return None
+        engine_id = next(e for e, r in self._ranks.items() if r == rank)
+        events = self.cluster.send(verb, {engine_id: request})
+        deadline = time.monotonic() + seconds
+        with suppress(queue.Empty):
+            while (left := deadline - time.monotonic()) > 0:
+                match events.get(timeout=left):
+                    case Answered(reply=Reply(failure=None) as reply):
+                        return reply.report
+                    case Answered() | Died():
+                        return None
+        return None
 
     def release(self) -> None:
         """Free every rank that waits for another."""
@@ -156,7 +180,7 @@ class Engines:
             outcome = Follower(
                 ranks=ranks,
                 events=self.cluster.send(verb, requests),
-                output=Output(list(ranks.values()), write=discard),
+                output=Output(list(ranks.values()), screen=Nowhere()),
                 interruptions=self._interruptions,
                 escalation=_Patience(),
                 timeout=_QUICK_SECONDS,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from fsdp_magic.core.protocol import Reply
+import ipyparallel
+
+from fsdp_magic.core.protocol import PRINTED_KEY, PROGRESS_KEY, PrintedReport, Reply
 from fsdp_magic.core.telemetry import ProgressReport
 
 
@@ -15,7 +19,33 @@ class Printed:
 
     engine_id: int
     stream: str
-    text: str
+    report: PrintedReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Displayed:
+    """An engine displayed something.
+
+    Attributes:
+        bundle: by MIME type.
+        metadata: of the bundle.
+        display_id: under which the engine may display something else later; empty: it may not.
+        update: whether it takes the place of what has the same ``display_id``.
+    """
+
+    engine_id: int
+    bundle: dict[str, Any]
+    metadata: dict[str, Any]
+    display_id: str = ""
+    update: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """An engine's cell called ``clear_output``; with ``wait`` when something new comes."""
+
+    engine_id: int
+    wait: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +72,7 @@ class Died:
     exit_code: int | None
 
 
-Event = Printed | Progressed | Answered | Died
+Event = Printed | Displayed | Cleared | Progressed | Answered | Died
 
 
 class Events(queue.Queue[Event]):
@@ -52,3 +82,40 @@ class Events(queue.Queue[Event]):
     3.11 and 3.12 go on waiting without any timeout, and an interrupt would be lost. Source:
     Modules/_queuemodule.c, which takes a negative rest of the timeout for "for ever".
     """
+
+
+def event_of(engine_id: int, message: Mapping[str, Any]) -> Event | None:
+    """Return what a message on an engine's publishing channel says; None: nothing for us."""
+    kind, content = message["header"]["msg_type"], message["content"]
+    match kind:
+        case "stream":
+            return Printed(engine_id=engine_id, stream=content["name"], report=_printed(content))
+        case "display_data" | "update_display_data":
+            return Displayed(
+                engine_id=engine_id,
+                bundle=content["data"],
+                metadata=content["metadata"],
+                display_id=content.get("transient", {}).get("display_id", ""),
+                update=kind == "update_display_data",
+            )
+        case "clear_output":
+            return Cleared(engine_id=engine_id, wait=bool(content.get("wait")))
+        case "data_message" if PROGRESS_KEY in content["keys"]:
+            data, _ = ipyparallel.serialize.deserialize_object(message["buffers"])
+            return Progressed(engine_id=engine_id, report=data[PROGRESS_KEY])
+    return None
+
+
+def _printed(content: Mapping[str, Any]) -> PrintedReport:
+    """Return what was printed."""
+    report = content.get(PRINTED_KEY)
+    if report is None:
+        return PrintedReport(parts=(content["text"],))
+    bars = report["bars"]
+    return PrintedReport(
+        **{
+            **report,
+            "parts": tuple(report["parts"]),
+            "bars": None if bars is None else tuple((number, text) for number, text in bars),
+        }
+    )

@@ -28,7 +28,7 @@ from traitlets.config import Config
 from fsdp_magic.core.channel import CHANNEL_VARIABLE
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.forking import ForkRequest, Role
-from fsdp_magic.core.protocol import LOCAL_ORDER_VARIABLE
+from fsdp_magic.core.protocol import DIGESTS, LOCAL_ORDER_VARIABLE
 from fsdp_magic.notebook.fork_server import ForkedProcess, ForkServer
 
 _LOG = logging.getLogger(f"{__name__}.ipyparallel")
@@ -46,6 +46,7 @@ CONTROLLER_ARGUMENTS = (
     "--HeartMonitor.period=200",
     "--HeartMonitor.max_heartmonitor_misses=100000",
     "--IPController.broadcast_scheduler_depth=0",
+    f"--Session.digest_history_size={DIGESTS}",
 )
 
 

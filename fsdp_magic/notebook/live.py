@@ -20,8 +20,18 @@ from ipyparallel.error import RemoteError
 
 from fsdp_magic.core.protocol import Reply
 from fsdp_magic.core.telemetry import ProgressReport
-from fsdp_magic.notebook.events import Answered, Died, Event, Events, Printed, Progressed
+from fsdp_magic.notebook.events import (
+    Answered,
+    Cleared,
+    Died,
+    Displayed,
+    Event,
+    Events,
+    Printed,
+    Progressed,
+)
 from fsdp_magic.notebook.output import Output
+from fsdp_magic.notebook.rich_displays import Shown
 
 _TICK_SECONDS = 0.05
 _FORCE_AGAIN_SECONDS = 1.0
@@ -150,8 +160,8 @@ class Follower:
         if rank is None:
             return
         match event:
-            case Printed():
-                self.output.add(rank, event.stream, event.text, now=time.monotonic())
+            case Printed() | Displayed() | Cleared():
+                self._show(rank, event)
             case Progressed():
                 if self.on_progress is not None:
                     self.on_progress(event.report)
@@ -167,6 +177,22 @@ class Follower:
                 waiting.discard(rank)
                 self.escalation.force()
 
+    def _show(self, rank: int, event: Printed | Displayed | Cleared) -> None:
+        now = time.monotonic()
+        match event:
+            case Printed():
+                self.output.add(rank, event.stream, event.report, now=now)
+            case Displayed():
+                shown = Shown(
+                    bundle=event.bundle,
+                    metadata=event.metadata,
+                    display_id=event.display_id,
+                    update=event.update,
+                )
+                self.output.display(rank, shown, now=now)
+            case Cleared():
+                self.output.clear(rank)
+
 
 class Interruptions:
     """Counts SIGINT instead of raising, inside a ``with`` in the main thread.
@@ -179,6 +205,11 @@ class Interruptions:
         self._depth = 0
         self._previous: Any = None
         self._installed = False
+
+    @property
+    def active(self) -> bool:
+        """Whether a request is under way."""
+        return self._depth > 0
 
     def __enter__(self) -> Interruptions:
         if self._depth == 0:

@@ -9,8 +9,8 @@ from typing import Any
 from fsdp_magic.core.errors import CellFailedError, UsageError
 from fsdp_magic.core.protocol import NumberRequest, PullRequest, PushRequest, Reply
 from fsdp_magic.core.units import GIB
-from fsdp_magic.notebook import display
 from fsdp_magic.notebook.engines import Engines
+from fsdp_magic.notebook.screen import Nowhere
 
 PULL_LIMIT_BYTES = GIB
 
@@ -85,7 +85,7 @@ def number(engines: Engines, flag: str, expression: str, *, world_size: int) -> 
 
 def _ask(engines: Engines, verb: str, requests: Mapping[int, Any]) -> dict[int, Reply]:
     """Ask ranks without showing what they print."""
-    return engines.ask(verb, requests, write=display.discard)[0]
+    return engines.ask(verb, requests, screen=Nowhere())[0]
 
 
 def _unpacked(sent: bytes, expression: str) -> Any:

@@ -1,0 +1,318 @@
+"""ENGINE: what cells print and display, on its way out.
+
+A hook on each stream, which runs in ipykernel's publishing thread, turns what a cell prints into
+``PrintedReport`` records: ordinary text, and the state of progress bars. A cell may send 2,500
+lines or 200 kB (that many lines of 80 characters), which a page still scrolls through and a saved
+notebook still holds; the rest goes straight into a log file. The cap is here and not in the
+kernel, because what is published cannot be slowed down by its reader: it would pile up.
+
+Text of a thread that outlives its cell goes to the engine's own log.
+"""
+
+from __future__ import annotations
+
+import codecs
+import concurrent.futures.thread
+import faulthandler
+import fcntl
+import os
+import re
+import sys
+import termios
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from ipykernel.iostream import OutStream
+
+from fsdp_magic.core.protocol import PRINTED_KEY, PrintedReport
+from fsdp_magic.engine.bundles import allowed
+from fsdp_magic.engine.terminal_lines import TerminalLines
+
+LINES, BYTES = 2500, 200_000
+_TAIL_LINES, _TAIL_CHARACTERS = 10, 4000
+_LOG_BYTES = 2**28
+_UNPUBLISHED = 2_000_000
+_OURS = 1000
+_DRAIN_SECONDS = 1.0
+
+
+class WatchedStream(OutStream):
+    """A stream that also takes what C code and subprocesses write to its file descriptor.
+
+    ipykernel's does too, but not where a test of pytest has started it. And this one makes who
+    prints faster than can be published wait, where ipykernel's holds everything in memory.
+    """
+
+    def __init__(self, session: Any, pub_thread: Any, name: str) -> None:
+        super().__init__(session, pub_thread, name, watchfd="force")  # type: ignore[no-untyped-call]
+        self._unpublished = 0
+
+    def _watch_pipe_fd(self) -> None:
+        """Read what is written to the descriptor; a thread of its own runs this.
+
+        Standard error goes to the engine's log too, where a library's last words are looked for.
+        ipykernel's way also copies the other one, at any length.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        assert self._fid is not None
+        while received := os.read(self._fid, 65536):
+            self.write(decoder.decode(received))
+            if self.name == "stderr":
+                os.write(self._original_stdstream_copy, received)
+
+    def write(self, string: str) -> int:
+        """Take text to be published."""
+        super().write(string)
+        self._unpublished += len(string)
+        if self._unpublished > _UNPUBLISHED:
+            self._unpublished = 0
+            self.flush()  # type: ignore[no-untyped-call]
+        return len(string)
+
+
+class Call:
+    """What one cell prints: counted, and logged beyond what may be sent.
+
+    Args:
+        parent: header of the request that runs it; marks its output.
+        log: where the text goes that is too much.
+    """
+
+    def __init__(self, parent: dict[str, Any], log: Path | None) -> None:
+        self.parent = parent
+        self._log_path = log
+        self._log: IO[str] | None = None
+        self._logged = 0
+        self._streams = {"stdout": TerminalLines(), "stderr": TerminalLines()}
+        self._kept: list[str] = []
+        self._lines_left, self._bytes_left = LINES, BYTES
+        self._left_out = 0
+        self._tail: dict[str, str] = {"stdout": "", "stderr": ""}
+
+    def take(self, name: str, text: str) -> PrintedReport:
+        """Take what was printed on a stream, and return what is to be sent."""
+        lines = self._streams[name]
+        change = lines.feed(text)
+        parts = [
+            part if isinstance(part, int) else self._allowed(name, part) for part in change.parts
+        ]
+        return PrintedReport(
+            parts=tuple(part for part in parts if part != ""),
+            taken_back=change.taken_back,
+            bars=lines.changed_bars(),
+            left_out=self._left_out,
+            log=str(self._log_path or ""),
+        )
+
+    def clear(self, *, wait: bool) -> None:
+        """Let what is printed from here on replace what was printed since the last clearing."""
+        for lines in self._streams.values():
+            lines.clear(wait=wait)
+
+    def finish(self) -> Iterator[tuple[str, PrintedReport]]:
+        """Yield the last reports, by stream; nothing if nothing is left to say."""
+        for name, lines in self._streams.items():
+            bars, tail = lines.changed_bars(), self._tail[name]
+            if bars is not None or tail:
+                yield (
+                    name,
+                    PrintedReport(
+                        bars=bars,
+                        left_out=max(0, self._left_out - tail.count("\n")),
+                        log=str(self._log_path or ""),
+                        tail=tail,
+                    ),
+                )
+        if self._log is not None:
+            with suppress(OSError):
+                self._log.close()
+
+    def _allowed(self, name: str, text: str) -> str:
+        """Return the part of a text that may still be sent; the rest is logged and counted."""
+        sent = ""
+        if self._lines_left > 0 and self._bytes_left > 0:
+            fits = text.count("\n") <= self._lines_left
+            head = text if fits else "".join(text.splitlines(keepends=True)[: self._lines_left])
+            sent = head[: self._bytes_left]
+            self._lines_left -= sent.count("\n")
+            self._bytes_left -= len(sent)
+            self._kept.append(sent)
+        if len(sent) < len(text):
+            self._lines_left = 0
+            self._write_log("".join(self._kept))
+            self._kept.clear()
+            self._leave_out(name, text[len(sent) :])
+        return sent
+
+    def _leave_out(self, name: str, text: str) -> None:
+        self._left_out += text.count("\n")
+        self._write_log(text)
+        # of a huge text only the end is looked at
+        end = self._tail[name] + text[-_TAIL_CHARACTERS:]
+        ending = "" if end.endswith("\n") else "\n"
+        last = deque(f"{end}{ending}".splitlines(keepends=True), maxlen=_TAIL_LINES)
+        self._tail[name] = "".join(last)[-_TAIL_CHARACTERS:].removesuffix(ending)
+
+    def _write_log(self, text: str) -> None:
+        """Append to the log; a full disk must not fail the cell."""
+        if self._log_path is None or self._logged > _LOG_BYTES:
+            return
+        with suppress(OSError):
+            if self._log is None:
+                self._log_path.parent.mkdir(mode=0o700, exist_ok=True)
+                self._log = self._log_path.open("w", encoding="utf-8", errors="backslashreplace")
+            self._logged += len(text)
+            self._log.write(text)
+            if self._logged > _LOG_BYTES:
+                self._log.write("\n… this log ends at 256 MiB\n")
+
+
+class Printing:
+    """The streams of an engine, and the cell that they belong to at the moment."""
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+        self.rank = 0
+        self._streams: tuple[Any, ...] = ()
+        self._call: Call | None = None
+        self._ours: deque[str] = deque(maxlen=_OURS)
+
+    def install(self, shell: Any) -> None:
+        """Stand between ipykernel's streams and what they publish; called in the main thread."""
+        streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
+        self._streams = streams
+        # a crash is told by the engine's log: what stands in a pipe dies with its reader
+        faulthandler.enable(streams[1]._original_stdstream_copy)
+        for stream in streams:
+            # a hook belongs to the thread that registers it, and flushes happen in that one
+            stream.pub_thread.schedule(lambda s=stream: s.register_hook(self._printed))
+        shell.display_pub.register_hook(self._displayed)
+        os.register_at_fork(after_in_child=self._print_to_parent)
+        if hasattr(sys.stdout, "set_thread_parent"):  # from ipykernel 7 on
+            self._follow_threads()
+
+    @contextmanager
+    def cell(self, name: str) -> Iterator[None]:
+        """Count what is printed inside as a cell's.
+
+        Args:
+            name: of the cell; its log is called after it.
+        """
+        if not self._streams:
+            yield
+            return
+        parent = dict(self._streams[0].parent_header)
+        self._ours.append(parent.get("msg_id", ""))
+        call = self._call = Call(parent, self._log_path(name))
+        try:
+            yield
+        finally:
+            self._streams[0].pub_thread.schedule(lambda: self._finish(call))
+
+    def _follow_threads(self) -> None:
+        """Let what a thread prints belong to the cell that started it, also once that is over.
+
+        A pool's threads serve later cells too: theirs belongs to the cell that runs.
+        """
+        start = threading.Thread.start
+
+        def start_in_cell(thread: threading.Thread) -> None:
+            if getattr(thread, "_target", None) is not concurrent.futures.thread._worker:
+                parent = dict(self._streams[0].parent_header)
+                thread.run = partial(self._run_in_cell, parent, thread.run)  # type: ignore[method-assign]
+            start(thread)
+
+        threading.Thread.start = start_in_cell  # type: ignore[assignment, method-assign]
+
+    def _run_in_cell(self, parent: dict[str, Any], run: Callable[[], None]) -> None:
+        for stream in self._streams:
+            stream.set_thread_parent({"header": parent})
+        run()
+
+    def _print_to_parent(self) -> None:
+        """Let a forked child (a DataLoader's worker) print into its parent's descriptors.
+
+        The parent reads them; the publishing thread has no counterpart in a child.
+        """
+        for descriptor, stream in enumerate(self._streams, start=1):
+            file = open(  # noqa: SIM115  # as long as the child lives
+                descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False
+            )
+            stream.write, stream.flush = file.write, file.flush
+
+    def flush(self) -> None:
+        """Send everything that was printed until now, by C code and subprocesses too."""
+        self._drain()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def _drain(self) -> None:
+        """Wait until the threads that read file descriptors 1 and 2 have read all there is."""
+        pipes = [fd for s in self._streams if (fd := getattr(s, "_fid", None)) is not None]
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while any(map(_waiting_bytes, pipes)) and time.monotonic() < deadline:
+            time.sleep(0.002)  # and so has the reader, when the last look finds nothing
+
+    def _log_path(self, name: str) -> Path | None:
+        if self.directory is None:
+            return None
+        short = "-".join(re.findall(r"\w+", name)) or "cell"
+        return self.directory / "output" / f"{short}-rank{self.rank}.txt"
+
+    # -- in the publishing thread
+
+    def _printed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Turn a stream message of a cell into a report; never swallow one: more may follow."""
+        parent = message["parent_header"].get("msg_id", "")
+        call, content = self._call, message["content"]
+        if call is not None and parent == call.parent.get("msg_id", ""):
+            report = call.take(content["name"], content["text"])
+            content.update({"text": "", PRINTED_KEY: asdict(report)})
+        elif parent in self._ours:
+            self._write_engine_log(content["text"])
+            message["parent_header"] = {}  # ipyparallel ignores what belongs to nothing
+            content["text"] = ""
+        return message
+
+    def _finish(self, call: Call) -> None:
+        for name, report in call.finish():
+            stream = next(s for s in self._streams if s.name == name)
+            content = {"name": name, "text": "", PRINTED_KEY: asdict(report)}
+            message = stream.session.msg("stream", content, parent=call.parent)
+            stream.session.send(stream.pub_thread, message, ident=stream.topic)
+
+    def _write_engine_log(self, text: str) -> None:
+        descriptor = getattr(self._streams[0], "_original_stdstream_copy", None)
+        if descriptor is not None:
+            with suppress(OSError):
+                os.write(descriptor, text.encode(errors="replace"))
+
+    # -- in the main thread
+
+    def _displayed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Look at what is displayed: its size, widgets, and the clearing of output."""
+        call, content = self._call, message["content"]
+        if message["header"]["msg_type"] == "clear_output":
+            if call is not None:
+                wait = bool(content.get("wait"))
+                self._streams[0].pub_thread.schedule(lambda: call.clear(wait=wait))
+        else:
+            content["data"] = allowed(content["data"])
+        return message
+
+
+def _waiting_bytes(descriptor: int) -> int:
+    """Return how many bytes stand in a pipe."""
+    answer = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
+
+
+PRINTING = Printing()
+"""A process has one, as it has one standard output."""
