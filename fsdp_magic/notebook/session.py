@@ -192,33 +192,6 @@ class Session(Inspection):
             evaluation.show()
         return evaluation
 
-<<<<<<< HEAD
-=======
-    def shards(self, model: str = "", *, show: bool = True) -> Placement:
-        """Return where every parameter of a sharded model lives; without a name the only one."""
-        replies = self._quietly("shards", self._everywhere(ShardsRequest(model=model)))
-        placement: Placement = replies[0].report
-        if show:
-            display.show(mosaic.html(placement), mosaic.text(placement))
-        return placement
-
-    def status(self, *, show: bool = True) -> list[RankStatus]:
-        """Return what each rank is and how its memory stands, by rank."""
-        replies = self._quietly("status", self._everywhere(StatusRequest()))
-        ranks: list[RankStatus] = [replies[rank].report for rank in sorted(replies)]
-        if show:
-            self.show_status(ranks)
-        return ranks
-
-    def show_status(self, ranks: Sequence[RankStatus]) -> None:
-        """Show ranks, hosts, devices and memory, and the last panel again."""
-        stamp = display.stamp()
-        display.show(status.html(ranks, stamp=stamp), status.text(ranks, stamp=stamp))
-        display.mark_shown(self)
-        if self._history.last_frame is not None:
-            display.show(*self._history.last_frame)
-
->>>>>>> issue4-panels
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""
         variables_of.push(self.engines, variables, world_size=self.world_size)
