@@ -96,11 +96,6 @@ def is_notebook() -> bool:
     return shell is not None and _draws_html(shell)
 
 
-def is_terminal() -> bool:
-    """Return whether text that was written can be written over."""
-    return sys.stderr.isatty() and not is_notebook()
-
-
 def bundle(data: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
     """Display a MIME bundle as it is, and return the handle that can replace it."""
     from IPython.display import display

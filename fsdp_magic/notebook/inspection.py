@@ -55,13 +55,12 @@ class Inspection(Lifetime):
         return ranks
 
     def show_status(self, ranks: Sequence[RankStatus]) -> None:
-        """Show ranks, hosts, devices and memory, and the last training panel again."""
+        """Show ranks, hosts, devices and memory, and the last panel again."""
         stamp = display.stamp()
         display.show(status.html(ranks, stamp=stamp), status.text(ranks, stamp=stamp))
         display.mark_shown(self)
-        run = self._history.last_of_these_engines
-        if run is not None:
-            run.show()
+        if self._history.last_frame is not None:
+            display.show(*self._history.last_frame)
 
     def pull(self, expression: str, *, rank: int | str = 0, yes: bool = False) -> Any:
         """Return the value of an expression on a rank, or of all ranks as a list.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from fsdp_magic.notebook import display
+from fsdp_magic.notebook.terminal_block import is_terminal
 from fsdp_magic.panels import progress_lines
 from fsdp_magic.panels.progress_lines import ProgressLine
 
@@ -60,7 +62,7 @@ class Page:
     def progress(self, lines: Sequence[ProgressLine], notes: Sequence[str], *, final: bool) -> None:
         """Draw one block; without a page or a terminal, the last state of each line."""
         self.flush()
-        if self.is_rich or display.is_terminal():
+        if self.is_rich or is_terminal(sys.stdout):
             block = progress_lines.html(lines, notes=notes), progress_lines.text(lines, notes=notes)
             self._progress.draw(*block, final=final)
         elif final:

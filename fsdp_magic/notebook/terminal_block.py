@@ -21,34 +21,53 @@ _CLEAR_BELOW = "\r\x1b[J"
 
 
 class TerminalBlock:
-    """A block at the end of a terminal.
+    """A block at the end of a terminal; several stand beneath each other.
 
     Args:
         stream: the terminal, as ``sys.stdout`` is.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._widths: list[int] = []  # of the lines that are drawn
-        self._watched: dict[str, Any] = {}
+    def __init__(self, stream: Any) -> None:
+        # where a block stands already, its terminal has a foot
+        self._foot = stream.foot if isinstance(stream, _Watched) else _Foot(stream)
 
     def draw(self, text: str, *, final: bool) -> None:
         """Show a frame in place of the one before; the last one is shown whole and stays."""
+        self._foot.draw(self, text, final=final)
+
+
+class _Foot:
+    """All that is drawn again at the end of a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._frames: dict[TerminalBlock, list[str]] = {}
+        self._widths: list[int] = []  # of the lines that are drawn
+        self._watched: dict[str, Any] = {}
+
+    def draw(self, block: TerminalBlock, text: str, *, final: bool) -> None:
+        """Draw every block, one of them anew; what is final goes above the rest."""
         columns, rows = self._size()
         lines = text.splitlines()
-        if not final:  # what scrolled out of sight could not be cleared
-            lines = [cut(line, columns - 1) for line in lines[: max(1, rows - 1)]]
-        frame = self._erasing(columns) + "".join(f"{line}\n" for line in lines)
-        self._stream.write(frame)
-        self._stream.flush()
-        self._widths = [] if final else [width(line) for line in lines]
+        left = lines if final else []
         if final:
+            self._frames.pop(block, None)
+        else:
+            self._frames[block] = lines
+        shown = [line for frame in self._frames.values() for line in frame]
+        # what scrolled out of sight could not be cleared
+        shown = [cut(line, columns - 1) for line in shown[: max(1, rows - 1)]]
+        drawn = self._erasing(columns) + "".join(f"{line}\n" for line in (*left, *shown))
+        self._stream.write(drawn)
+        self._stream.flush()
+        self._widths = [width(line) for line in shown]
+        if not self._frames:
             self._stop_watching()
         elif not self._watched:
             self._start_watching()
 
     def erase(self) -> None:
-        """Take the block away, because something else is to be written there."""
+        """Take the blocks away, because something else is to be written there."""
         if self._widths:
             self._stream.write(self._erasing(self._size().columns))
             self._stream.flush()
@@ -63,7 +82,7 @@ class TerminalBlock:
         return size if size.columns and size.lines else shutil.get_terminal_size()
 
     def _erasing(self, columns: int) -> str:
-        """Return what takes the block away; one that a narrower terminal broke is higher."""
+        """Return what takes all away; a line that a narrower terminal broke is higher."""
         height = sum(max(1, -(-line // max(1, columns))) for line in self._widths)
         return _ABOVE.format(height) + _CLEAR_BELOW if height else ""
 
@@ -81,15 +100,15 @@ class TerminalBlock:
 
 
 class _Watched:
-    """A stream in whose way the block may stand."""
+    """A stream in whose way a block may stand."""
 
-    def __init__(self, stream: Any, block: TerminalBlock) -> None:
+    def __init__(self, stream: Any, foot: _Foot) -> None:
         self._stream = stream
-        self._block = block
+        self.foot = foot
 
     def write(self, text: str) -> int:
         if text:
-            self._block.erase()
+            self.foot.erase()
         count: int = self._stream.write(text)
         return count
 
