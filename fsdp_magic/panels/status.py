@@ -35,7 +35,6 @@ from fsdp_magic.panels.parts import (
     head_cell,
     headline,
     number_cell,
-    one_line,
     row,
     shortened,
     table,
@@ -124,10 +123,10 @@ def html(ranks: Sequence[RankStatus], *, stamp: str) -> str:
     rows = [
         row(
             cell(many_ranks.label_html(label), style=FIRST)
-            + "".join(cell(escape(words(by_rank[gauge.rank]))) for _, words in shown.places)
+            + "".join(_word_cell(words(by_rank[gauge.rank])) for _, words in shown.places)
             + cell(bar(gauge, unit=shown.unit, largest=largest), style="width:100%")
             + "".join(number_cell(size) for size in shown.sizes(by_rank[gauge.rank]))
-            + "".join(cell(escape(words(by_rank[gauge.rank]))) for _, words in shown.work)
+            + "".join(_word_cell(words(by_rank[gauge.rank])) for _, words in shown.work)
         )
         for gauge, label in many_ranks.shown(shown.gauges)
     ]
@@ -158,13 +157,21 @@ def text(ranks: Sequence[RankStatus], *, stamp: str) -> str:
         lines.append([label, *place, drawn, *held, *shown.sizes(rank)])
     return "\n".join(
         [
-            f"{_title(ranks)}  {one_line(stamp)}",
+            f"{_title(ranks)}  {shortened(stamp, 20)}",
             _summary(ranks),
             *_below(ranks, shown),
             *text_table(lines, left=2 + len(places) + len(work)),
             *many_ranks.strip_text(shown.gauges),
         ]
     )
+
+
+def _word_cell(words: str) -> str:
+    """Return a cell that is cut where it would push the bars off the page."""
+    if len(words) <= 20:
+        return cell(escape(words))
+    style = "max-width:150px;overflow:hidden;text-overflow:ellipsis"
+    return cell(escape(words), style=style, title=escape(words))
 
 
 def _head(shown: _Table) -> str:
@@ -196,7 +203,7 @@ def _summary(ranks: Sequence[RankStatus]) -> str:
     if len(capacities) == 1:
         each = " each" if len(ranks) > 1 else ""
         parts.append(f"capacity {bytes_text(capacities.pop())}{each}")
-    torch = {one_line(rank.torch_version) for rank in ranks} - {""}
+    torch = {shortened(rank.torch_version, 40) for rank in ranks} - {""}
     parts += [f"torch {', '.join(sorted(torch))}"] if torch else []
     return " · ".join(parts)
 
