@@ -7,7 +7,7 @@ shows all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_magic.core.telemetry import RankStatus
@@ -119,17 +119,6 @@ def html(ranks: Sequence[RankStatus], *, stamp: str) -> str:
         stamp: when they were asked, as text.
     """
     shown, by_rank = _Table.of(ranks), {rank.rank: rank for rank in ranks}
-    largest = full_bytes(shown.gauges)
-    rows = [
-        row(
-            cell(many_ranks.label_html(label), style=FIRST)
-            + "".join(_word_cell(words(by_rank[gauge.rank])) for _, words in shown.places)
-            + cell(bar(gauge, unit=shown.unit, largest=largest), style="width:100%")
-            + "".join(number_cell(size) for size in shown.sizes(by_rank[gauge.rank]))
-            + "".join(_word_cell(words(by_rank[gauge.rank])) for _, words in shown.work)
-        )
-        for gauge, label in many_ranks.shown(shown.gauges)
-    ]
 
     def where(gauge: Gauge) -> str:
         return "".join(f" {words(by_rank[gauge.rank])}" for _, words in shown.places)
@@ -138,7 +127,7 @@ def html(ranks: Sequence[RankStatus], *, stamp: str) -> str:
         headline(_title(ranks), summary=_summary(ranks), stamp=stamp)
         + "".join(f'<div style="{SMALL}">{escape(line)} </div>' for line in _below(ranks, shown))
         + (f'<div style="margin:4px 0px">{legend()}</div>' if shown.is_used else "")
-        + table(_head(shown), rows)
+        + table(_head(shown), _rows(shown, by_rank))
         + many_ranks.strip_html(shown.gauges, where=where)
     )
     return card(content, label="Session status")
@@ -164,6 +153,22 @@ def text(ranks: Sequence[RankStatus], *, stamp: str) -> str:
             *many_ranks.strip_text(shown.gauges),
         ]
     )
+
+
+def _rows(shown: _Table, by_rank: Mapping[int, RankStatus]) -> list[str]:
+    largest, rows = full_bytes(shown.gauges), []
+    for gauge, label in many_ranks.shown(shown.gauges):
+        rank = by_rank[gauge.rank]
+        rows.append(
+            row(
+                cell(many_ranks.label_html(label), style=FIRST)
+                + "".join(_word_cell(words(rank)) for _, words in shown.places)
+                + cell(bar(gauge, unit=shown.unit, largest=largest), style="width:100%")
+                + "".join(number_cell(size) for size in shown.sizes(rank))
+                + "".join(_word_cell(words(rank)) for _, words in shown.work)
+            )
+        )
+    return rows
 
 
 def _word_cell(words: str) -> str:
