@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from panel_records import placement, ranks_status, training_view
+from made_up_run import placement, ranks_status, training_view
 from side_by_side import Kernel, cpu_seconds, machine, say, summary
 
 from fsdp_magic.panels import mosaic, status, training
@@ -24,7 +24,7 @@ MOST_SHARE = 0.02
 _TIMES, _ROUNDS, _SECONDS = 25, 5, 12.0
 
 _CELL = """
-from panel_records import follow
+from made_up_run import follow
 follow(seconds={seconds}, losses={losses}, show={show})
 """
 

@@ -16,7 +16,6 @@ from fsdp_magic.panels.parts import (
     headline,
     notes_html,
     notes_text,
-    one_line,
     shortened,
 )
 
@@ -60,7 +59,7 @@ def html(view: EvaluationView) -> str:
 
 def text(view: EvaluationView) -> str:
     """Return the same as text."""
-    head = f"{_heading(view)}  {one_line(view.stamp)}"
+    head = f"{_heading(view)}  {shortened(view.stamp, 20)}"
     lines = [head, figures_text(_figures(view)), _size(view)]
     return "\n".join([*filter(None, lines), *notes_text(view.notes)])
 

@@ -71,8 +71,9 @@ def text(placement: Placement) -> str:
     lines = [["module", *(column.heading for column in columns), "all ranks"]]
     for row in shown:
         bars = [text_bar(row.held[column.rank], longest) for column in columns]
-        folded = f" ×{row.blocks}" if row.blocks > 1 else ""
-        lines.append([shortened(_row_name(row), 60) + folded, *bars, bytes_text(row.total_bytes)])
+        name = shortened(_row_name(row), 60) + (f" ×{row.blocks}" if row.blocks > 1 else "")
+        name += f" {_shape(row.tensors[0].placement.shape)}" if len(row.tensors) == 1 else ""
+        lines.append([name, *bars, bytes_text(row.total_bytes)])
     if rest:
         blanks = [""] * len(columns)
         left_out = bytes_text(sum(row.total_bytes for row in rest))

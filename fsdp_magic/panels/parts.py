@@ -187,7 +187,7 @@ def row(cells: str, *, style: str = "") -> str:
 
 
 def cell(content: str, *, style: str = "", title: str = "") -> str:
-    """Return a left-aligned table cell."""
+    """Return a left-aligned table cell; content and title are HTML."""
     tip = f' title="{title}"' if title else ""
     return f'<td{tip} style="{_CELL}text-align:left;{style}">{content}</td>'
 

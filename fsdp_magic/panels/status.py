@@ -7,7 +7,7 @@ shows all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_magic.core.telemetry import RankStatus
@@ -35,7 +35,6 @@ from fsdp_magic.panels.parts import (
     head_cell,
     headline,
     number_cell,
-    one_line,
     row,
     shortened,
     table,
@@ -120,17 +119,6 @@ def html(ranks: Sequence[RankStatus], *, stamp: str) -> str:
         stamp: when they were asked, as text.
     """
     shown, by_rank = _Table.of(ranks), {rank.rank: rank for rank in ranks}
-    largest = full_bytes(shown.gauges)
-    rows = [
-        row(
-            cell(many_ranks.label_html(label), style=FIRST)
-            + "".join(cell(escape(words(by_rank[gauge.rank]))) for _, words in shown.places)
-            + cell(bar(gauge, unit=shown.unit, largest=largest), style="width:100%")
-            + "".join(number_cell(size) for size in shown.sizes(by_rank[gauge.rank]))
-            + "".join(cell(escape(words(by_rank[gauge.rank]))) for _, words in shown.work)
-        )
-        for gauge, label in many_ranks.shown(shown.gauges)
-    ]
 
     def where(gauge: Gauge) -> str:
         return "".join(f" {words(by_rank[gauge.rank])}" for _, words in shown.places)
@@ -139,7 +127,7 @@ def html(ranks: Sequence[RankStatus], *, stamp: str) -> str:
         headline(_title(ranks), summary=_summary(ranks), stamp=stamp)
         + "".join(f'<div style="{SMALL}">{escape(line)} </div>' for line in _below(ranks, shown))
         + (f'<div style="margin:4px 0px">{legend()}</div>' if shown.is_used else "")
-        + table(_head(shown), rows)
+        + table(_head(shown), _rows(shown, by_rank))
         + many_ranks.strip_html(shown.gauges, where=where)
     )
     return card(content, label="Session status")
@@ -158,13 +146,37 @@ def text(ranks: Sequence[RankStatus], *, stamp: str) -> str:
         lines.append([label, *place, drawn, *held, *shown.sizes(rank)])
     return "\n".join(
         [
-            f"{_title(ranks)}  {one_line(stamp)}",
+            f"{_title(ranks)}  {shortened(stamp, 20)}",
             _summary(ranks),
             *_below(ranks, shown),
             *text_table(lines, left=2 + len(places) + len(work)),
             *many_ranks.strip_text(shown.gauges),
         ]
     )
+
+
+def _rows(shown: _Table, by_rank: Mapping[int, RankStatus]) -> list[str]:
+    largest, rows = full_bytes(shown.gauges), []
+    for gauge, label in many_ranks.shown(shown.gauges):
+        rank = by_rank[gauge.rank]
+        rows.append(
+            row(
+                cell(many_ranks.label_html(label), style=FIRST)
+                + "".join(_word_cell(words(rank)) for _, words in shown.places)
+                + cell(bar(gauge, unit=shown.unit, largest=largest), style="width:100%")
+                + "".join(number_cell(size) for size in shown.sizes(rank))
+                + "".join(_word_cell(words(rank)) for _, words in shown.work)
+            )
+        )
+    return rows
+
+
+def _word_cell(words: str) -> str:
+    """Return a cell that is cut where it would push the bars off the page."""
+    if len(words) <= 20:
+        return cell(escape(words))
+    style = "max-width:150px;overflow:hidden;text-overflow:ellipsis"
+    return cell(escape(words), style=style, title=escape(words))
 
 
 def _head(shown: _Table) -> str:
@@ -196,7 +208,7 @@ def _summary(ranks: Sequence[RankStatus]) -> str:
     if len(capacities) == 1:
         each = " each" if len(ranks) > 1 else ""
         parts.append(f"capacity {bytes_text(capacities.pop())}{each}")
-    torch = {one_line(rank.torch_version) for rank in ranks} - {""}
+    torch = {shortened(rank.torch_version, 40) for rank in ranks} - {""}
     parts += [f"torch {', '.join(sorted(torch))}"] if torch else []
     return " · ".join(parts)
 

@@ -32,7 +32,6 @@ from fsdp_magic.panels.parts import (
     muted,
     notes_html,
     notes_text,
-    one_line,
     shortened,
 )
 from fsdp_magic.panels.training_view import TrainingView
@@ -68,7 +67,7 @@ def text(view: TrainingView) -> str:
     return "\n".join(
         [
             head,
-            f"{_beside(view)}  {one_line(view.stamp)}",
+            f"{_beside(view)}  {shortened(view.stamp, 20)}",
             figures_text(first[3:]),
             *map(figures_text, rest),
             loss_chart.text(_chart(view)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from panel_records import Page, assert_harmless, gpt2_xl, parameter, placement
+from panel_records import Page, assert_harmless, gpt2_xl, numbers, parameter, placement
 
 from fsdp_magic.panels import mosaic
 from fsdp_magic.panels.module_rows import module_rows, rank_groups
@@ -104,7 +104,7 @@ def test_sharded_and_replicated_look_different() -> None:
 def test_a_rank_that_holds_nothing_has_a_dash() -> None:
     model = placement([parameter("head.weight", (1, 64), 2)], 2)
     assert "– none on this rank" in Page(mosaic.html(model)).text
-    assert re.search(r"head.weight\s+▇+\s+–\s+256 B", mosaic.text(model))
+    assert re.search(r"head.weight 1×64\s+▇+\s+–\s+256 B", mosaic.text(model))
 
 
 def test_totals_are_there() -> None:
@@ -112,6 +112,13 @@ def test_totals_are_there() -> None:
     for shown in (Page(mosaic.html(model)).text, mosaic.text(model)):
         assert re.search(r"total\s+2.9 GiB\s+2.9 GiB\s+5.8 GiB", shown)
         assert "580 tensors" in shown
+
+
+@pytest.mark.parametrize("world", [2, 16])
+def test_the_text_has_the_numbers_of_the_table(world: int) -> None:
+    source = mosaic.html(gpt2_xl(world)).split("<details")[0] + "</div>"
+    seen = Page(re.sub(r'font-size:0px">[^<]*<', 'font-size:0px"><', source)).text
+    assert numbers(seen) == numbers(mosaic.text(gpt2_xl(world)))
 
 
 def test_many_ranks_share_columns() -> None:

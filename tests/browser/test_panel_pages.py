@@ -1,0 +1,130 @@
+"""Panels on plain pages in Chromium: no frame jumps, nothing sticks out, nothing hostile runs."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from lab import chromium, missing
+from panel_records import (
+    HOSTILE,
+    cpu_rank,
+    evaluated,
+    evaluation_record,
+    gpu_rank,
+    history,
+    parameter,
+    placement,
+    rank_status,
+    unknown_ranks,
+    view,
+)
+
+from fsdp_magic.panels import evaluation, mosaic, status, training
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+WIDTHS = (936, 376)
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What was seen.
+
+    Attributes:
+        heights: of the frames of a run, by width of the page and by its ranks.
+        boxes: of hostile panels: width of the page; then height, width, width that is needed.
+        happened: dialogs and requests of hostile panels.
+    """
+
+    heights: dict[tuple[int, str], set[int]] = field(default_factory=dict)
+    boxes: list[tuple[int, list[int]]] = field(default_factory=list)
+    happened: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def seen(test_run: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Show everything, close the browser, and return what was seen."""
+    if reason := missing():
+        if os.environ.get("FSDP_MAGIC_REQUIRE_BROWSER") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    seen = Seen()
+    with chromium(tmp_path_factory.mktemp("pages")) as page:
+        for width in WIDTHS:
+            for world, gpu in ((2, False), (8, True), (64, True)):
+                measured = shown(page, frames(world, gpu=gpu), width)
+                run = f"{world} {'GPU' if gpu else 'CPU'} ranks"
+                seen.heights[width, run] = {height for height, _, _ in measured}
+        page.on("dialog", lambda dialog: seen.happened.append(dialog.message))
+        page.on("request", lambda request: seen.happened.append(request.url))
+        for width in WIDTHS:
+            for bad in (HOSTILE, "W" * 10_000):
+                seen.boxes += [(width, box) for box in shown(page, hostile_panels(bad), width)]
+    return seen
+
+
+def hostile_panels(bad: str) -> list[str]:
+    ranks = (gpu_rank(0, bad), gpu_rank(1, bad + "2"))
+    model = placement([parameter(f"{bad}.{name}", (8, 8), 2) for name in "ab"], 2, notes=(bad,))
+    where = [rank_status(rank, host=bad * (rank + 1), models=(bad,)) for rank in range(2)]
+    return [
+        training.html(view(ranks=ranks, message=bad, notes=(bad,), metrics={bad: 1.0})),
+        mosaic.html(model),
+        status.html(where, stamp=bad),
+        evaluation.html(evaluated(metrics={bad: 1.0}, rows={bad: 2}, notes=(bad,))),
+    ]
+
+
+def frames(world: int, *, gpu: bool) -> list[str]:
+    """A run from its first frame to each of its ends."""
+    ranks = tuple(map(gpu_rank if gpu else cpu_rank, range(world)))
+    wide: dict[str, Any] = {"binds_metrics": True, "evaluates": True, "total_steps": 100_000}
+    known = {
+        **wide,
+        "metrics": {"accuracy": 0.5},
+        "evaluation": evaluation_record(),
+        "ranks": ranks,
+    }
+    nothing: dict[str, Any] = {
+        "ranks": unknown_ranks(world), "total_steps": None, "micro_batch_size": None,
+        "samples_per_step": None, "binds_metrics": True, "evaluates": True,
+    }  # fmt: skip
+    views = [
+        view("starting", world, **nothing),
+        view("running", world, steps=0, **nothing),
+        view("running", world, **history([3.0]), **known),
+        view("running", world, **history([3.0] * 40 + [math.nan] * 40), **known),
+        view("done", world, steps=99_999, **known),
+        view("stopped", world, **known),
+        view("failed", world, message="rank 1 raised " + "ValueError " * 30, **known),
+    ]
+    return [training.html(view) for view in views]
+
+
+def shown(page: Page, panels: list[str], width: int) -> list[list[int]]:
+    """Put panels on a page, and return height and width of each, and the width of the page."""
+    page.set_viewport_size({"width": width, "height": 900})
+    page.set_content(f"<body style='margin:8px;font:13px DejaVu Sans'>{''.join(panels)}</body>")
+    measured: list[list[int]] = page.evaluate(
+        "[...document.body.children].map(panel => [panel.offsetHeight, panel.offsetWidth, "
+        "document.documentElement.scrollWidth])"
+    )
+    return measured
+
+
+def test_every_frame_of_a_run_has_the_same_height(seen: Seen) -> None:
+    assert len(seen.heights) == 6
+    assert {run: heights for run, heights in seen.heights.items() if len(heights) > 1} == {}
+
+
+def test_hostile_values_run_nothing_and_stay_on_the_page(seen: Seen) -> None:
+    assert len(seen.boxes) == 16
+    for width, (height, wide, needed) in seen.boxes:
+        assert height < 1_500
+        assert wide <= needed <= width
+    assert [what for what in seen.happened if not what.startswith(("about:", "data:"))] == []
