@@ -9,31 +9,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdp_magic import errors
-from fsdp_magic.core.specs import InitSpec
-from fsdp_magic.notebook.help import takes_options
 
 if TYPE_CHECKING:
-    from fsdp_magic.notebook.session import Session
+    from fsdp_magic.notebook.sessions import init
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "errors", "init", "load_ipython_extension", "unload_ipython_extension"]
 
 
-@takes_options(InitSpec)
-def init(*, show: bool = True, **options: Any) -> Session:
-    """Start engines, or return the running session if it is the one asked for.
+def __getattr__(name: str) -> Any:
+    """Import ``init`` when it is first asked for: engines import this package too."""
+    if name != "init":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fsdp_magic.notebook.sessions import init
 
-    Args:
-        show: show ranks, hosts and devices.
-        **options: as below; they mean what they mean for ``%fsdp_init``.
+    return init
 
-    Raises:
-        fsdp_magic.errors.UsageError: if an option cannot work.
-        fsdp_magic.errors.FsdpError: if the engines did not start.
-    """
-    from fsdp_magic.notebook import sessions
 
-    return sessions.init(show=show, **options)
+def __dir__() -> list[str]:
+    return __all__
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable
 
 _LONGEST = 60
-_ALIKE, _VALUE_ALIKE = 0.6, 0.7
-"""``gpu`` is not ``cpu`` with a slip of the fingers."""
+_ALIKE = 0.8
+"""``stepz`` is ``steps`` with a slip of the fingers; ``gpu`` is not ``cpu``."""
 
 
 def quoted(value: object) -> str:
@@ -23,23 +23,24 @@ def as_typed(word: str) -> str:
     return word if word.isprintable() and len(word) <= _LONGEST else quoted(word)
 
 
-def nearest(typed: str, known: Iterable[str], *, alike: float = _ALIKE) -> str | None:
+def nearest(typed: str, known: Iterable[str]) -> str | None:
     """Return the known word that was probably meant.
 
-    Args:
-        typed: what was typed.
-        known: the words there are.
-        alike: how like it must be, from 0 to 1; a word that begins with ``typed`` always counts.
+    That is one which differs by a slip of the fingers, or begins with what was typed, or holds
+    its parts: ``gpus`` for ``--share-gpus``.
     """
-    words = list(known)
-    found = difflib.get_close_matches(typed[:_LONGEST], words, n=1, cutoff=alike)
-    if found:
-        return found[0]
-    longer = [word for word in words if len(typed.strip("-")) > 1 and word.startswith(typed)]
-    return min(longer, key=len, default=None)
+    bare = {word.strip("-"): word for word in reversed(list(known))}
+    begun = typed.strip("-")[:_LONGEST]
+    found = difflib.get_close_matches(begun, bare, n=1, cutoff=_ALIKE)
+    if not found and len(begun) > 1:
+        found = sorted((word for word in bare if word.startswith(begun)), key=len)
+    if not found and len(begun) > 2:
+        parts = set(begun.split("-"))
+        found = [word for word in reversed(bare) if parts <= set(word.split("-"))]
+    return bare[found[0]] if found else None
 
 
 def suggestion(typed: str, known: Iterable[str]) -> str:
-    """Return a question that names the nearest value, with a space behind it; or nothing."""
-    near = nearest(typed, known, alike=_VALUE_ALIKE)
+    """Return a question that names the nearest word, with a space behind it; or nothing."""
+    near = nearest(typed, known)
     return "" if near is None else f"did you mean {near}? "

@@ -25,7 +25,6 @@ Numbers = Callable[[str, str], float]
 
 _FEW = 4
 """So many options are listed in an error; more are the help's business."""
-_ALIKE, _VERY_ALIKE = 0.6, 0.8
 
 
 def parse(
@@ -198,32 +197,34 @@ def _unknown(magic: str, flag: str, spec: type[Any]) -> str:
     """Return the line that refuses an option which a magic has not."""
     typed, flags = normal(flag), flags_of(spec)
     others = [other for other, its in MAGICS.items() if typed in flags_of(its)]
-    near = nearest(typed, flags, alike=_VERY_ALIKE if others else _ALIKE)
+    near = nearest(typed, flags)
     what = f"{magic} has no option {as_typed(flag)}"
-    if near is not None:
-        return f"{what}; did you mean {_own(spec, near)}? {_all_options(magic, spec)}"
-    if others:
-        return f"{what}; {' and '.join(others[:2])} has it. {_all_options(magic, spec)}"
-    return f"{what}; {_all_options(magic, spec)}"
+    if near is None and others:
+        have = "has it" if len(others) == 1 else "have it"
+        return f"{what}; {' and '.join(others[:2])} {have}{_all_options(magic, spec)}"
+    return f"{what}{_meant(spec, near)}{_all_options(magic, spec, near)}"
 
 
 def _misplaced(magic: str, word: str, spec: type[Any]) -> str:
     """Return the line that refuses a word which is no option, where a magic takes only options."""
     what = f"{magic} does not take {quoted(word)}"
-    near = nearest(normal(f"--{word.partition('=')[0]}"), flags_of(spec), alike=_VERY_ALIKE)
-    if near is not None:
-        return f"{what}; did you mean {_own(spec, near)}? {_all_options(magic, spec)}"
-    return f"{what}; {_all_options(magic, spec)}"
+    near = nearest(normal(f"--{word.partition('=')[0]}"), flags_of(spec))
+    return f"{what}{_meant(spec, near)}{_all_options(magic, spec, near)}"
 
 
-def _own(spec: type[Any], flag: str) -> str:
-    """Return our name for a flag of habit."""
-    return options_of(spec)[flags_of(spec)[flag]].flags[0]
+def _meant(spec: type[Any], near: str | None) -> str:
+    """Return a question that names our flag for the nearest one; nothing without one."""
+    if near is None:
+        return ""
+    return f"; did you mean {options_of(spec)[flags_of(spec)[near]].flags[0]}?"
 
 
-def _all_options(magic: str, spec: type[Any]) -> str:
+def _all_options(magic: str, spec: type[Any], near: str | None = None) -> str:
     """Return the options of a magic where they are few; else where to read them."""
     own = [option.flags[0] for option in options_of(spec).values() if option.flags]
     if len(own) > _FEW:
-        return f"%{magic.lstrip('%')}? lists all options"
-    return f"it takes {', '.join(own) or 'no options'}"
+        says = f"%{magic.lstrip('%')}? lists all options"
+        return f"; {says}" if near is None else f" {says}"
+    if near is not None:
+        return f" It takes {', '.join(own)}" if len(own) > 1 else ""
+    return f"; it takes {', '.join(own) or 'no options'}"

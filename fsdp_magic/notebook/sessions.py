@@ -7,6 +7,7 @@ from typing import Any
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.notebook import display
+from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.options import spec_of
 from fsdp_magic.notebook.session import Session
 from fsdp_magic.notebook.world import plan_world
@@ -14,13 +15,13 @@ from fsdp_magic.notebook.world import plan_world
 _CURRENT: list[Session] = []
 
 
+@takes_options(InitSpec)
 def init(*, show: bool = True, **options: Any) -> Session:
     """Start engines, or return the running session if it is the one asked for.
 
     Args:
         show: show ranks, hosts and devices.
-        **options: fields of ``InitSpec``: n, device, share_gpus, memory_limit, seed, restart,
-            strategy.
+        **options: as below; they mean what they mean for ``%fsdp_init``.
 
     Raises:
         UsageError: if an option cannot work, or another session is running.

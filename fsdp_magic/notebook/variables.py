@@ -9,6 +9,7 @@ from typing import Any
 from fsdp_magic.core.errors import CellFailedError, UsageError
 from fsdp_magic.core.protocol import NumberRequest, PullRequest, PushRequest, Reply
 from fsdp_magic.core.units import GIB
+from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.screen import Nowhere
 
@@ -38,9 +39,10 @@ def pull(engines: Engines, expression: str, *, rank: int | str, yes: bool, world
     Raises:
         UsageError: if there is no such rank, or the value cannot be read here.
     """
-    if rank != "all" and int(rank) not in range(world_size):
+    if rank != "all" and str(rank) not in map(str, range(world_size)):
         raise UsageError(
-            f"--rank {rank} does not exist; this world has ranks 0 to {world_size - 1}"
+            f"--rank {as_typed(str(rank))} does not exist; this world has ranks 0 to "
+            f"{world_size - 1}, or all"
         )
     limit = None if yes else PULL_LIMIT_BYTES
     requests = {

@@ -27,7 +27,7 @@ from fsdp_magic.panels.parts import (
 
 HEIGHT = 84
 _WIDTH = 600
-_AXIS = 52
+_AXIS = 60  # as wide as "9.79e-04+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def html(chart: LossChart, *, as_image: bool) -> str:
     return (
         f'<div style="display:flex;margin-top:8px"><div style="{side};height:{HEIGHT}px;'
         "display:flex;flex-direction:column;justify-content:space-between;line-height:12px;"
-        'font-size:11px">'
+        'font-size:11px;white-space:nowrap">'
         f"<span>{high} </span><span>loss </span><span>{low} </span></div>"
         f'<div style="flex:1 1 0%;min-width:0;height:{HEIGHT}px">{picture}</div></div>'
         f"{_steps_axis(chart)}"

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import tempfile
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
@@ -82,6 +83,32 @@ async def completes(kernel: Kernel) -> None:
         assert "model" in await kernel.complete("%%fsdp\nprint(mod")
 
 
+def papermill_stops_at_an_error(directory: str) -> None:
+    """Execute a notebook with a parameter; the file that is left holds the panel and our error."""
+    import nbformat
+    import papermill
+
+    fail = "%%fsdp\nraise ValueError(f'steps {steps}')"
+    cells = ["steps = 9", "%load_ext fsdp_magic\n%fsdp_init -n 2 --device cpu", "%fsdp_push steps"]
+    cells += [SETUP, MODEL, TRAIN.replace("--steps 4", "--steps steps"), fail, "print('never')"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
+    asked, done = f"{directory}/asked.ipynb", f"{directory}/done.ipynb"
+    nbformat.write(notebook, asked)
+    message = ""
+    try:
+        papermill.execute_notebook(asked, done, parameters={"steps": 3}, progress_bar=False)
+    except papermill.PapermillExecutionError as error:
+        message = str(error)
+    assert "ValueError: steps 3" in message, message
+    outputs = [o for cell in nbformat.read(done, 4).cells for o in cell.get("outputs", ())]
+    html = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+    assert 'aria-label="Training run: Done"' in html
+    (failed,) = (o for o in outputs if o.output_type == "error")
+    assert "fsdp_magic/" not in "".join(failed.traceback), failed.traceback
+
+
 async def main() -> None:
     """Run everything in one kernel."""
     with tempfile.TemporaryDirectory() as directory:
@@ -90,6 +117,8 @@ async def main() -> None:
                 await part(running)
             ended = await running.run("%fsdp_shutdown\n%unload_ext fsdp_magic")
             assert ended.status == "ok", ended
+        if find_spec("papermill") is not None:
+            papermill_stops_at_an_error(directory)
     print(f"Python {sys.version.split()[0]}", *(f"{name} {version(name)}" for name in PACKAGES))
 
 

@@ -136,8 +136,8 @@ def test_a_slow_object_is_given_up_and_the_next_cell_is_not_late(
     )
     started = time.monotonic()
     assert offered(tab, "%%fsdp\nslow.a|") == []
-    assert time.monotonic() - started < 2
-    assert session.run("1", show=False, timeout=10)[0].result == "1"
+    assert session.run("1", show=False, timeout=20)[0].result == "1"
+    assert time.monotonic() - started < 5
 
 
 def test_nothing_is_asked_without_living_engines(

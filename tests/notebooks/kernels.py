@@ -42,7 +42,7 @@ class Kernel:
     def pid(self) -> int:
         return int(self._manager.provisioner.pid)  # type: ignore[union-attr]
 
-    async def run(self, cell: str, *, seconds: float = 20) -> Shown:
+    async def run(self, cell: str, *, seconds: float = 60) -> Shown:
         """Run a cell and return what it showed, when it has ended."""
         return await self.shown(self.submit(cell), seconds=seconds)
 
@@ -50,7 +50,7 @@ class Kernel:
         """Send a cell, and return its message's id."""
         return str(self._client.execute(cell, store_history=True, stop_on_error=True))
 
-    async def shown(self, request: str, *, seconds: float = 20) -> Shown:
+    async def shown(self, request: str, *, seconds: float = 60) -> Shown:
         """Wait for a cell, the oldest that was sent; return what it showed."""
         shown, displays = Shown(), {}
         async with asyncio.timeout(seconds):

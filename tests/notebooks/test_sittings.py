@@ -17,6 +17,8 @@ from kernels import QUIET, Kernel, Shown, kernel
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+pytestmark = pytest.mark.timeout(150)
+
 INIT = "%load_ext fsdp_magic\nsession = %fsdp_init -n 2 --device cpu"
 DATA = """%%fsdp
 import time, torch

@@ -129,6 +129,15 @@ def test_importing_the_package_imports_neither_torch_nor_ipython() -> None:
     assert run(code) == "set()"
 
 
+def test_importing_the_package_imports_little_of_it_since_engines_do_too() -> None:
+    heavy = {"fsdp_magic.core.specs", "dataclasses"}
+    code = f"import sys, fsdp_magic; print({heavy} & sys.modules.keys())"
+    assert run(code) == "set()"
+    assert run("import fsdp_magic; print(fsdp_magic.init.__name__, 'init' in dir(fsdp_magic))") == (
+        "init True"
+    )
+
+
 def test_loading_the_extension_imports_no_torch_and_registers_the_magics(tmp_path: Path) -> None:
     code = f"""
 import sys

@@ -51,6 +51,8 @@ def test_an_empty_line_gives_the_defaults() -> None:
         ("--step", "--steps"),
         ("--acumulate", "--accumulate"),
         ("--micro-batch", "--micro-batch-size"),
+        ("--shuffle", "--no-shuffle"),
+        ("--max-norm", "--max-grad-norm"),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(typed: str, nearest: str) -> None:
@@ -64,6 +66,11 @@ def test_an_unknown_option_like_no_other_says_where_all_are_listed() -> None:
     assert message == "%%fsdp_train has no option --qqqqq; %fsdp_train? lists all options"
 
 
+@pytest.mark.parametrize("typed", ["--lr", "--wandb", "--profile", "--checkpoint", "--bf16"])
+def test_what_is_only_a_little_alike_is_not_suggested(typed: str) -> None:
+    assert "did you mean" not in refused(f"{typed} 4")
+
+
 def test_few_options_are_listed_at_once() -> None:
     message = refused("--qqqqq 4", RunSpec, "%%fsdp")
     assert message == "%%fsdp has no option --qqqqq; it takes --ranks, --timeout"
@@ -74,9 +81,14 @@ def test_few_options_are_listed_at_once() -> None:
     [
         ("--steps", ModelSpec, "%%fsdp_model", "%%fsdp_train has it"),
         ("--max-steps", ModelSpec, "%%fsdp_model", "%%fsdp_train has it"),
-        ("--strategy", TrainSpec, "%%fsdp_train", "%fsdp_init and %%fsdp_model has it"),
+        (
+            "--strategy",
+            TrainSpec,
+            "%%fsdp_train",
+            "%fsdp_init and %%fsdp_model have it; %fsdp_train? lists all options",
+        ),
         ("--memory-limit", RunSpec, "%%fsdp", "%fsdp_init has it"),
-        ("--rank", RunSpec, "%%fsdp", "did you mean --ranks?"),
+        ("--rank", RunSpec, "%%fsdp", "did you mean --ranks? It takes --ranks, --timeout"),
     ],
 )
 def test_an_option_of_another_magic_says_whose_it_is(
