@@ -28,6 +28,7 @@ Theme = Literal["JupyterLab Light", "JupyterLab Dark"]
 
 APT_LINE = "apt-get install --no-install-recommends chromium fonts-dejavu-core"
 _START_SECONDS, _STOP_SECONDS = 40.0, 15.0
+_OFFER = ".jp-Completer:not(.jp-mod-outofview):not(.lm-mod-hidden) .jp-Completer-item"
 _OFFER_SECONDS = 8.0
 _MILLISECONDS = 1000
 _CHROMIUM = (
@@ -249,7 +250,7 @@ class Notebook:
         self.settle("notebook:enter-edit-mode")
         self.page.keyboard.type(typed)
         self.page.keyboard.press("Tab")
-        items = self.page.locator(".jp-Completer-item .jp-Completer-match")
+        items = self.page.locator(f"{_OFFER} .jp-Completer-match")
         deadline = time.monotonic() + _OFFER_SECONDS
         while not items.count() and time.monotonic() < deadline:
             self.page.wait_for_timeout(100)
@@ -258,6 +259,7 @@ class Notebook:
     def clear(self) -> None:
         """Close what the page offers, and empty the active cell."""
         self.page.keyboard.press("Escape")
+        self.page.wait_for_selector(_OFFER, state="detached")
         self.page.evaluate(f"{_WIDGET}.content.activeCell.model.sharedModel.setSource('')")
 
     def cell(self, index: int) -> Locator:
