@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_magic.core.protocol import HelloReport, Reply
+from fsdp_magic.core.protocol import HelloReport
 
 CHANNEL_VARIABLE = "FSDP_MAGIC_CHANNEL"
 """Environment of an engine: the number of its open descriptor; removed before cells run."""
@@ -66,10 +66,16 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Engine to kernel: a verb's answer; everything that it published came before."""
+    """Engine to kernel: a verb's answer; everything that it published came before.
+
+    Attributes:
+        number: of the request.
+        reply: the ``Reply``, pickled by itself: a person's own objects may be in its report, and
+            what cannot be read must not stop the channel.
+    """
 
     number: int
-    reply: Reply
+    reply: bytes
 
 
 class ChannelClosedError(Exception):

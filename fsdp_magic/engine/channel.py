@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +32,8 @@ from fsdp_magic.core.channel import (
     Ready,
     framed,
 )
-from fsdp_magic.core.protocol import HelloReport, HelloRequest
+from fsdp_magic.core.protocol import HelloReport, HelloRequest, Reply
+from fsdp_magic.engine import cells
 from fsdp_magic.engine.verbs import Engine
 
 _CHUNK_BYTES = 1 << 20
@@ -93,7 +96,14 @@ class _Channel:
     def _do(self, asked: Asked) -> None:
         self._kernel.set_parent([], _request_message(asked.number))
         reply = self._engine.call(asked.verb, asked.request)
-        self._send_in_order(Finished(number=asked.number, reply=reply))
+        self._send_in_order(Finished(number=asked.number, reply=_pickled(reply)))
+
+
+def _pickled(reply: Reply) -> bytes:
+    try:
+        return pickle.dumps(reply, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # whatever an object's own pickling raises
+        return pickle.dumps(replace(reply, report=None, failure=cells.describe(error)))
 
 
 class _PublishingSocket:

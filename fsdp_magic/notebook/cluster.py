@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -24,12 +25,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fsdp_magic.core.channel import Asked, Finished, Published, Ready
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
+from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport, Reply
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
@@ -209,7 +210,7 @@ class Cluster:
                 if event is not None:
                     events.put(event)
             case Finished(reply=reply):
-                events.put(Answered(engine_id=engine_id, reply=reply))
+                events.put(Answered(engine_id=engine_id, reply=_unpickled(reply)))
 
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
@@ -267,6 +268,16 @@ def _new_page(path: Path, world_size: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, page_bytes(world_size))).cast("Q")
     finally:
         os.close(descriptor)
+
+
+def _unpickled(reply: bytes) -> Reply | FsdpError:
+    try:
+        return cast(Reply, pickle.loads(reply))
+    except Exception as error:  # whatever an object's own unpickling raises
+        return FsdpError(
+            f"an engine's answer cannot be read in the notebook: {error}; let the cell leave "
+            "numbers, text or arrays instead"
+        )
 
 
 def _last_lines(log: str) -> str:

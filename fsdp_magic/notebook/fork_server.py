@@ -123,7 +123,8 @@ class ForkServer:
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Return whether it lives, and engines from it would be as if started now."""
-        return not self._closed and self._wanted == _place(environment)
+        alive = not self._closed and self._process.poll() is None
+        return alive and self._wanted == _place(environment)
 
     def fork(
         self,
@@ -135,7 +136,7 @@ class ForkServer:
         """Make a process; waits until the server has imported what it needs.
 
         Args:
-            request: what to make; its number is chosen here.
+            request: what to make; its number comes from ``next_number``.
             on_end: called when it has ended, from the thread that reads; see ``ForkedProcess``.
             channel: the engine's side of its channel.
 

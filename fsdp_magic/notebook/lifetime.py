@@ -20,17 +20,18 @@ class Lifetime:
 
     Args:
         spec: which engines to start.
+        server: makes them, if it fits; it belongs to the session from here on.
 
     Attributes:
         plan: the world that was started.
     """
 
-    def __init__(self, spec: InitSpec) -> None:
+    def __init__(self, spec: InitSpec, *, server: ForkServer | None = None) -> None:
         self.spec = spec
         self._history = History()
         self._names = itertools.count(1)
         self.plan = plan_world(spec)
-        self._server: ForkServer | None = None
+        self._server = server
         self._engines: Engines | None = None
         self._start()
 
@@ -49,11 +50,17 @@ class Lifetime:
             self._server.stop()
             self._server = None
 
+    def leave(self) -> ForkServer | None:
+        """End the engines, and hand the fork server over to the session that comes next."""
+        server, self._server = self._server, None
+        self.shutdown()
+        return server
+
     def _start(self) -> None:
         """Start engines, from the fork server that is there if it is in order."""
-        environment = self.plan.environment
-        if self._server is not None and not self._server.fits(environment):
-            self._server.stop()
+        environment, server = self.plan.environment, self._server
+        if server is not None and not (self.plan.forked and server.fits(environment)):
+            server.stop()
             self._server = None
         if self._server is None and self.plan.forked:
             self._server = ForkServer(environment)

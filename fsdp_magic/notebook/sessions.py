@@ -43,9 +43,8 @@ def init_from(spec: InitSpec, *, show: bool = True) -> Session:
             session.status()
             display.write("stdout", "This session was running already; --restart replaces it.\n")
         return session
-    if session is not None:
-        session.shutdown()
-    session = Session(spec)
+    plan_world(spec)  # what cannot be started must not cost the session that runs
+    session = Session(spec, server=None if session is None else session.leave())
     _CURRENT[:] = [session]
     if show:
         session.status()

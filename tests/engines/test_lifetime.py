@@ -74,6 +74,9 @@ def test_init_twice_gives_the_same_session_until_a_restart_is_asked_for() -> Non
         fsdp_magic.init(n=1, device="cpu", seed=7, show=False)
     assert first.run("1", show=False)[0].result == "1"
 
+    with pytest.raises(UsageError, match="found no GPU"):
+        fsdp_magic.init(device="cuda", restart=True, show=False)
+    assert first.alive, "what cannot be started costs nothing"
     pid = first.status(show=False)[0].pid
     second = fsdp_magic.init(n=1, device="cpu", restart=True, show=False)
     assert second is not first

@@ -9,7 +9,7 @@ import time
 import ipyparallel
 import pytest
 
-from fsdp_magic.errors import EngineDiedError
+from fsdp_magic.errors import EngineDiedError, FsdpError
 from fsdp_magic.notebook.session import Session
 
 
@@ -34,6 +34,21 @@ def test_a_large_request_and_a_large_answer_come_whole(session: Session) -> None
     sent = os.urandom(5_000_000)
     session.push(sent=sent)
     assert session.pull("sent[::-1]") == sent[::-1]
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [("lambda: 1", "pickle"), ("Own()", "cannot be read in the notebook")],
+    ids=["cannot be sent", "cannot be read"],
+)
+def test_an_answer_that_does_not_travel_is_an_error_and_the_next_cell_works(
+    session: Session, item: str, said: str
+) -> None:
+    session.run("class Own: pass\ndata = [1.0, 2.0]", show=False)
+    code = f"import torch; loss = torch.ones(1); collect = {{'own': [{item} for _ in batch]}}"
+    with pytest.raises(FsdpError, match=said):
+        session.eval(code, data="data", show=False)
+    assert [o.result for o in session.run("rank", show=False)] == ["0", "1"]
 
 
 def test_a_cell_waits_for_the_persons_own(session: Session) -> None:
