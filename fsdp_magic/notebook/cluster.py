@@ -159,7 +159,7 @@ class Cluster:
 
     def _send(self, engine_id: int, verb: str, request: Any, events: Events) -> None:
         def hook(future: Any) -> None:
-            future.iopub_callbacks.append(partial(self._publish, engine_id, events))
+            future.iopub_callbacks.append(partial(self._hear, engine_id, events))
 
         name = self._client._engines.get(engine_id)
         if name is None:
@@ -174,14 +174,12 @@ class Cluster:
         )
         future.add_done_callback(partial(self._answer, engine_id, events))
 
-    def _publish(self, engine_id: int, events: Events, message: Mapping[str, Any]) -> None:
-        """Turn a message on an engine's publishing channel into an event.
+    def _hear(self, engine_id: int, events: Events, message: Mapping[str, Any]) -> None:
+        """Take a message on an engine's publishing channel.
 
         ipyparallel has kept it too, with all that came before; we are done with that.
         """
-        event = event_of(engine_id, message)
-        if event is not None:
-            events.put(event)
+        _publish(engine_id, message, events)
         kept = self._client.metadata.get(message["parent_header"]["msg_id"])
         if kept is not None:
             kept.update(stdout="", stderr="", outputs=[])
@@ -275,6 +273,13 @@ def _new_page(path: Path, world_size: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, page_bytes(world_size))).cast("Q")
     finally:
         os.close(descriptor)
+
+
+def _publish(engine_id: int, message: Mapping[str, Any], events: Events) -> None:
+    """Turn a message on an engine's publishing channel into an event."""
+    event = event_of(engine_id, message)
+    if event is not None:
+        events.put(event)
 
 
 def _crash_report(log: str) -> str:

@@ -83,9 +83,9 @@ def is_notebook() -> bool:
     return shell is not None and _draws_html(shell)
 
 
-def is_terminal() -> bool:
-    """Return whether text that was written can be written over."""
-    return sys.stderr.isatty() and not is_notebook()
+def redraws() -> bool:
+    """Return whether a panel can be drawn again in its place."""
+    return is_notebook() or sys.stdout.isatty()
 
 
 def bundle(data: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:

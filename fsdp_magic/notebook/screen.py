@@ -36,10 +36,15 @@ class Screen(Protocol):
 
 
 class Page:
-    """The output of the cell that runs in the notebook, or the terminal of a script."""
+    """The output of the cell that runs in the notebook, or the terminal of a script.
 
-    def __init__(self) -> None:
+    Args:
+        beside_panel: whether a live panel is shown too; a terminal redraws one block only.
+    """
+
+    def __init__(self, *, beside_panel: bool = False) -> None:
         self._written: list[tuple[str, str]] = []
+        self._beside_panel = beside_panel
         self._progress = display.Panel()
 
     @property
@@ -60,7 +65,7 @@ class Page:
     def progress(self, lines: Sequence[ProgressLine], notes: Sequence[str], *, final: bool) -> None:
         """Draw one block; without a page or a terminal, the last state of each line."""
         self.flush()
-        if self.is_rich or display.is_terminal():
+        if self.is_rich or (display.redraws() and not self._beside_panel):
             block = progress_lines.html(lines, notes=notes), progress_lines.text(lines, notes=notes)
             self._progress.draw(*block, final=final)
         elif final:

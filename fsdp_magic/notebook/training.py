@@ -45,7 +45,7 @@ def train_on(
         log.tick()
         panel.tick()
 
-    screen = Page() if show else Nowhere()
+    screen = Page(beside_panel=True) if show else Nowhere()
     try:
         engines.ask("train", requests, screen=screen, timeout=spec.timeout, run=run, on_tick=tick)
     except BaseException as error:
