@@ -2,13 +2,15 @@
 # make test   environment, linters, types, tests
 # make lab    JupyterLab on the quickstart
 # make bench  the benchmarks, one JSON line each; run them on an idle machine
+# make picture  the README's picture, from the quickstart in JupyterLab; needs Chromium
+# make compatibility  a short notebook under other versions of IPython and ipykernel
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lab bench clean
+.PHONY: install demo test lab bench picture compatibility clean
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -37,7 +39,15 @@ lab: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/cell_latency.py
+	$(BIN)/python benchmarks/panels.py
 	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/soak.py
+
+picture: $(INSTALLED)
+	$(BIN)/python tests/browser/picture.py notebooks/quickstart.png
+
+compatibility: $(INSTALLED)
+	$(BIN)/python tests/compatibility/run.py
 
 clean:
 	rm -rf build $(VENV)

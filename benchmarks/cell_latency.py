@@ -21,7 +21,7 @@ from typing import Any
 
 from side_by_side import RANKS, Kernel, comparison, machine, rotated, say, summary
 
-BOUND = 1.0
+BOUND = 0.7
 _WARM_UP = 10
 _ROUNDS_IN_BLOCK = 15
 

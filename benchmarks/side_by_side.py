@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -191,6 +192,34 @@ class Kernel:
             frames=len(html),
             html_bytes=max(html, default=0),
         )
+
+    def interrupted(self, code: str, *, after: float) -> float:
+        """Execute a cell that does not end, interrupt it, and return the seconds until it ended.
+
+        Args:
+            code: the cell.
+            after: seconds until the interrupt.
+
+        Raises:
+            RuntimeError: if it ended by itself, or not by a KeyboardInterrupt.
+        """
+        at: list[float] = []
+
+        def press() -> None:
+            at.append(time.monotonic())
+            self._manager.interrupt_kernel()
+
+        timer = threading.Timer(after, press)
+        timer.start()
+        reply = self._client.execute_interactive(
+            code, output_hook=lambda message: None, timeout=_PATIENCE_SECONDS, allow_stdin=False
+        )
+        ended = time.monotonic()
+        timer.join()
+        name = reply["content"].get("ename")
+        if not at or "Interrupt" not in str(name):
+            raise RuntimeError(f"the cell ended with {name} before it was interrupted")
+        return ended - at[0]
 
     def close(self) -> None:
         """End the kernel; its engines end with it."""

@@ -5,7 +5,7 @@ fresh Jupyter kernel (B), in rotating order. A ends when the first all_reduce ha
 both ranks; B when a cell with that all_reduce has returned in the kernel, so it includes the
 reply. The kernel's own start is not counted. Its import of the extension and of ipyparallel,
 which ``%load_ext`` does once, is measured apart: ``init`` is %fsdp_init in a running kernel,
-which the bound is on, ``load_and_init`` both.
+which the bound is on, ``load_and_init`` both. Stopping has a bound too, and must leave nothing.
 
     python benchmarks/startup.py [--rounds 9]
 """
@@ -30,7 +30,8 @@ from side_by_side import (
     tree_cpu_seconds,
 )
 
-BOUND = 1.1
+BOUND = 0.9
+STOP_BOUND_SECONDS = 1.0
 
 LOAD = """
 import time
@@ -52,7 +53,10 @@ print(json.dumps([loaded - started, started_all - loaded, time.monotonic() - loa
 STOP = """
 stopping = time.monotonic()
 session.shutdown()
-print(time.monotonic() - stopping)
+stopped = time.monotonic() - stopping
+import psutil
+assert not psutil.Process().children(recursive=True), "shutdown left processes behind"
+print(stopped)
 """
 
 
@@ -132,7 +136,7 @@ def measure(rounds: int) -> dict[str, Any]:
     init = comparison(ours.ready, plain.ready, again.ready, bound=BOUND)
     return {
         "benchmark": "startup",
-        "passes": init["passes"],
+        "passes": init["passes"] and statistics.median(ours.stop) <= STOP_BOUND_SECONDS,
         "init": init,
         "load_and_init": comparison(both, plain.ready, again.ready, bound=BOUND),
         "cpu": comparison(ours.cpu, plain.cpu, again.cpu, bound=BOUND),

@@ -47,6 +47,7 @@ class CellFailedError(FsdpError):
         ranks: the ranks that raised on their own (not those released because a peer failed).
         outputs: what every rank printed and returned until then, by position.
         exceptions: the failure of each rank in ``ranks``: type, message and traceback as text.
+        rendered: the message as IPython shows it: the same lines, with headings that stand out.
     """
 
     def __init__(
@@ -55,11 +56,16 @@ class CellFailedError(FsdpError):
         *,
         exceptions: Mapping[int, Failure],
         outputs: Sequence[CellOutput] = (),
+        rendered: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
+        self.rendered = tuple(rendered)
         self.exceptions = dict(exceptions)
         self.ranks = tuple(sorted(self.exceptions))
         self.outputs = tuple(outputs)
+
+    def _render_traceback_(self) -> list[str]:
+        return list(self.rendered) or super()._render_traceback_()
 
 
 class OutOfMemoryOnRankError(CellFailedError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+Completes = Literal["", "engines", "notebook", "ranks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,8 @@ class Option:
         choices: the values allowed, if they can be listed.
         habits: other names for the flag that people type by habit.
         many: whether it takes every positional word.
+        completes: whose names Tab offers as its value: variables of the engines or of the
+            notebook, or the ranks.
     """
 
     flags: tuple[str, ...]
@@ -26,6 +30,7 @@ class Option:
     choices: tuple[str, ...] = ()
     habits: tuple[str, ...] = ()
     many: bool = False
+    completes: Completes = ""
 
 
 def option(
@@ -36,10 +41,17 @@ def option(
     choices: tuple[str, ...] = (),
     habits: tuple[str, ...] = (),
     many: bool = False,
+    completes: Completes = "",
 ) -> Any:
     """Return a dataclass field that carries its ``Option``."""
     declared = Option(
-        flags=flags, help=help, takes=takes, choices=choices, habits=habits, many=many
+        flags=flags,
+        help=help,
+        takes=takes,
+        choices=choices,
+        habits=habits,
+        many=many,
+        completes=completes,
     )
     return dataclasses.field(default=default, metadata={"option": declared})
 

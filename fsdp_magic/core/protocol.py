@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fsdp_magic.core.completion import CompleteRequest
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, TrainSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
@@ -169,6 +170,11 @@ class StatusRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleRequest:
+    """Listen for a console."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverRequest:
     """After a failed cell: replace the transports and forget the step that was torn.
 
@@ -191,6 +197,8 @@ Request = (
     | NumberRequest
     | ShardsRequest
     | StatusRequest
+    | CompleteRequest
+    | ConsoleRequest
     | RecoverRequest
 )
 

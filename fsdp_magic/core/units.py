@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.wording import quoted
 
 UNKNOWN = "n/a"
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -24,13 +25,13 @@ def parse_bytes(text: str, *, what: str) -> int:
     Raises:
         UsageError: if it is not a positive size with a unit.
     """
-    match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[f"{match[2].upper()}iB"]) if match else 0
-    if size <= 0:
+    match = _SIZE.fullmatch(str(text).strip())
+    size = float(match[1]) * _UNITS[f"{match[2].upper()}iB"] if match else 0.0
+    if not 1 <= size < 2**63:
         raise UsageError(
-            f"{what} {text!r} is not a size; a number with a unit is, such as {what} 2GiB"
+            f"{what} {quoted(text)} is not a size; a number with a unit is, such as {what} 2GiB"
         )
-    return size
+    return int(size)
 
 
 def bytes_text(count: float | None) -> str:

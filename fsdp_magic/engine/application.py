@@ -7,14 +7,18 @@ it lacks a notebook's widgets.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import builtins
 import ctypes
 import gc
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,12 +30,14 @@ from traitlets import default
 
 from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
 from fsdp_magic.engine import cell_sources, terminal
+from fsdp_magic.engine.channel import open_channel
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.streams import WatchedStream
 from fsdp_magic.engine.verbs import Engine
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.005
 
 
 class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyped
@@ -41,6 +47,16 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
     def _out_stream_factory(self) -> type[WatchedStream]:
         return WatchedStream
 
+    def find_connection_file(self) -> None:
+        """Find the file that says where the controller is, and wait until it is written.
+
+        ipyparallel waits until it exists, looks every 100 ms, and reads it half written.
+        """
+        super().find_connection_file()
+        deadline = time.monotonic() + self.wait_for_url_file
+        while not _is_json(Path(self.url_file)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+
     def init_signal(self) -> None:
         """Take over SIGINT and offer the verbs; called once the kernel object is there."""
         super().init_signal()
@@ -49,15 +65,34 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         signal.signal(signal.SIGTERM, _leave)
         _keep_handler(self.kernel)
         terminal.replace(self.kernel.shell)
+        self.kernel.control_handlers["signal_request"] = self._take_signal
         cell_sources.install()
         engine = Engine(shell=self.kernel.shell)
         setattr(builtins, CALL_NAME, engine.call)
         os.register_at_fork(after_in_child=_die_with_parent)
+        # once this turn of the loop has finished the registration
+        asyncio.get_running_loop().call_soon(open_channel, self.kernel, engine)
+
+    def _take_signal(self, stream: Any, identity: Any, request: Any) -> None:
+        """Do what ipyparallel's nanny would, which is not there; for ``%%px``'s interrupts."""
+        wanted = request["content"]["sig"]
+        number = getattr(signal, wanted) if isinstance(wanted, str) else wanted
+        os.kill(os.getpid(), number)
+        self.session.send(stream, "signal_reply", {"status": "ok"}, parent=request, ident=identity)
 
     def redirect_output(self, iopub_socket: Any) -> None:
         """Publish what is printed, through our reports."""
         super().redirect_output(iopub_socket)
         PRINTING.install(self.kernel.shell)
+
+
+def _is_json(path: Path) -> bool:
+    """Return whether a file is there and whole."""
+    try:
+        json.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _keep_handler(kernel: Any) -> None:

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import os
 
-from fsdp_magic.engine.watcher import guard
+from fsdp_magic.engine.watcher import guard, kernel_descriptor
 
 
 def main() -> None:
     """Fork the watcher, then become the controller."""
-    guard(remove=os.environ.get("IPP_PROFILE_DIR"))
+    directory = os.environ.get("IPP_PROFILE_DIR")
+    guard(kernel_descriptor(remove=directory), remove=directory)
+    run()
+
+
+def run() -> None:
+    """Become the controller; the watcher is there."""
     from ipyparallel.controller.app import main as controller_main
 
     controller_main()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import resource
 import threading
 import time
@@ -27,6 +26,7 @@ from fsdp_magic.core.protocol import JoinRequest
 from fsdp_magic.core.telemetry import DeviceSample, MemorySample
 from fsdp_magic.core.units import MIB
 from fsdp_magic.engine.parallel.torch_private import storage_bytes
+from fsdp_magic.engine.processor import processor_name
 
 _MARK_SECONDS = 0.1
 _FIRST_STEPS = 3
@@ -251,7 +251,7 @@ def device_name(device: torch.device) -> str:
     """Return the name of the card, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return platform.machine() or "cpu"
+    return processor_name()
 
 
 @cache

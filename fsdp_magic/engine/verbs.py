@@ -8,7 +8,6 @@ and with them the tensors of a failed cell.
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable
@@ -16,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ipyparallel.engine.app import IPEngine
 from torch.optim import Optimizer
 
+from fsdp_magic.core.completion import CompleteRequest
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import (
     LOCAL_ORDER_VARIABLE,
+    ConsoleRequest,
     EvalReport,
     EvalRequest,
     HelloReport,
@@ -28,9 +30,6 @@ from fsdp_magic.core.protocol import (
     JoinRequest,
     ModelReport,
     ModelRequest,
-    NumberRequest,
-    PullRequest,
-    PushRequest,
     RecoverRequest,
     Reply,
     RunRequest,
@@ -38,8 +37,8 @@ from fsdp_magic.core.protocol import (
     StatusRequest,
     TrainRequest,
 )
-from fsdp_magic.core.telemetry import RankStatus
-from fsdp_magic.engine import bundles, cells, modeling, telemetry, training
+from fsdp_magic.engine import bundles, cells, completion, modeling, telemetry, training
+from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.parallel import fsdp, torch_private
@@ -47,8 +46,8 @@ from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.state import State
-from fsdp_magic.engine.telemetry import MemoryWatch
-from fsdp_magic.engine.values import number_or_type, packed, whole
+from fsdp_magic.engine.status import rank_status
+from fsdp_magic.engine.variables import number, pull, push
 from fsdp_magic.engine.weights import Weighing
 from fsdp_magic.engine.world import World
 
@@ -215,59 +214,34 @@ def shards(engine: Engine, request: ShardsRequest) -> Reply:
     return Reply(rank=engine.world.rank, report=fsdp.placement(found, engine.world))
 
 
-def push(engine: Engine, request: PushRequest) -> Reply:
-    """Bind variables."""
-    for name, sent in request.variables.items():
-        try:
-            engine.namespace[name] = pickle.loads(sent)
-        except Exception as error:  # whatever an object's own unpickling raises
-            raise FsdpError(
-                f"{name} cannot be read on the engines ({error}); define its class there, in a "
-                "file or a %%fsdp cell"
-            ) from None
-    return Reply(rank=engine.world.rank)
-
-
-def pull(engine: Engine, request: PullRequest) -> Reply:
-    """Evaluate an expression; the report is its value, whole, on the CPU, pickled.
-
-    Collective: every rank must call this, since a sharded tensor is gathered by all.
-    """
-    with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
-        value = whole(eval(request.expression, engine.namespace), limit_bytes=request.limit_bytes)
-        sent = packed(value, limit_bytes=request.limit_bytes) if request.wanted else None
-    return Reply(rank=engine.world.rank, report=sent)
-
-
-def number(engine: Engine, request: NumberRequest) -> Reply:
-    """Evaluate an expression; the report is a number, or the name of what is none.
-
-    Collective: every rank must call this.
-    """
-    with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
-        found = number_or_type(eval(request.expression, engine.namespace))
-    return Reply(rank=engine.world.rank, report=found)
-
-
 def status(engine: Engine, request: StatusRequest) -> Reply:
     """Describe this rank."""
-    world = engine.world
-    parameters = [p for model in engine.living_models() for p in model.module.parameters()]
-    optimizers = reachable(engine.namespace, Optimizer)
-    report = RankStatus(
-        rank=world.rank,
-        local_rank=world.request.local_rank,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        device=str(world.device),
-        device_name=telemetry.device_name(world.device),
-        memory=MemoryWatch(parameters, list(optimizers.values())).now(),
-        activity=telemetry.activity(world.device),
+    models = engine.living_models()
+    report = rank_status(
+        engine.world,
+        parameters=[p for model in models for p in model.module.parameters()],
+        optimizers=list(reachable(engine.namespace, Optimizer).values()),
         models=modeling.bound_names(engine.models, engine.namespace),
         steps=engine.steps,
-        torch_version=str(torch.__version__),
     )
-    return Reply(rank=world.rank, report=report)
+    return Reply(rank=engine.world.rank, report=report)
+
+
+def complete(engine: Engine, request: CompleteRequest) -> Reply:
+    """Say what may stand at the end of a line."""
+    report = completion.completions(
+        engine.shell, request.line, names=engine.names_of_cells(), seconds=request.seconds
+    )
+    return Reply(rank=engine.world.rank, report=report)
+
+
+def console(engine: Engine, request: ConsoleRequest) -> Reply:
+    """Listen for a console; the report is its connection file."""
+    path = Path(engine.world.request.directory, f"console-{engine.world.rank}.json")
+    if not path.exists():
+        bind_names(engine.shell.kernel, engine.names, engine.names_of_cells)
+        open_console(IPEngine.instance(), path)
+    return Reply(rank=engine.world.rank, report=str(path))
 
 
 def recover(engine: Engine, request: RecoverRequest) -> Reply:
@@ -293,5 +267,7 @@ VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
     "pull": pull,
     "number": number,
     "status": status,
+    "complete": complete,
+    "console": console,
     "recover": recover,
 }

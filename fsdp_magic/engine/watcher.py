@@ -23,14 +23,15 @@ from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE
 _REMOVALS, _REMOVAL_SECONDS = 20, 0.05
 
 
-def guard(*, remove: str | None = None) -> None:
-    """Fork the watcher of this process; must be called before any thread is started.
+def kernel_descriptor(*, remove: str | None = None) -> int:
+    """Return a descriptor of the kernel's process; ends this one if the kernel is gone.
+
+    Must be called in a process that the kernel started itself.
 
     Args:
-        remove: a directory to delete once the kernel is gone.
+        remove: a directory to delete if it is gone.
     """
     kernel_pid = int(os.environ[KERNEL_PID_VARIABLE])
-    guarded_pid = os.getpid()
     try:
         kernel = os.pidfd_open(kernel_pid)
     except ProcessLookupError:
@@ -38,19 +39,39 @@ def guard(*, remove: str | None = None) -> None:
     if kernel < 0 or os.getppid() != kernel_pid:  # it died; its id may be somebody else's by now
         _remove(remove)
         os._exit(1)
+    return kernel
+
+
+def guard(kernel: int, *, remove: str | None = None) -> None:
+    """Fork the watcher of this process; must be called before any thread is started.
+
+    Args:
+        kernel: a descriptor of the kernel's process; it stays open.
+        remove: a directory to delete once the kernel is gone.
+    """
+    guarded_pid = os.getpid()
     guarded = os.pidfd_open(guarded_pid)
     if os.fork() != 0:
-        os.close(kernel)
         os.close(guarded)
         return
     try:
+        _close_all_but(kernel, guarded)
         _watch(kernel=kernel, guarded=guarded, guarded_pid=guarded_pid, remove=remove)
     finally:
         os._exit(0)
 
 
+def _close_all_but(*kept: int) -> None:
+    """Close every other descriptor: a socket must not look open because a watcher lives."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with suppress(OSError):  # the one that listed them
+                os.close(int(name))
+
+
 def _watch(*, kernel: int, guarded: int, guarded_pid: int, remove: str | None) -> None:
     """Wait for either end, then clean up; runs in the forked watcher."""
+    Path("/proc/self/comm").write_text("fsdp watcher")  # what ``top`` shows
     group = os.getpgid(guarded_pid)
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,14 +1,16 @@
 """KERNEL: the engines as processes: started, reached, watched, signalled and stopped.
 
-An ipyparallel cluster with a profile directory of its own, readable by nobody else. Three things
-differ from ipyparallel's defaults, each measured: engines import torch before they register; the
-hub's heart beats every 200 ms, because a registration completes on a beat; and a missed beat
+An ipyparallel cluster with a profile directory of its own, readable by nobody else. Four things
+differ from ipyparallel's defaults, each measured: a fork server makes the processes; our verbs
+take a channel straight to each engine, which is ready before ipyparallel's client could know it;
+the hub's heart beats every 200 ms, because a registration completes on a beat; and a missed beat
 means nothing (an engine that stands still for seconds is alive): the operating system says when
 a process has ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import shutil
@@ -24,18 +26,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ipyparallel
-from ipyparallel.error import RemoteError
-
+from fsdp_magic.core.channel import Asked, Finished, Published, Ready
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import CALL_NAME, DIGESTS, KERNEL_PID_VARIABLE
+from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
+from fsdp_magic.notebook.channel import Channels
+from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
+from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 
 _START_SECONDS = 120.0
 _CRASH_LINES = 40
-_OUTPUT_SECONDS = 2.0
+_LOG_LINES = 12
 
 
 class Cluster:
@@ -50,16 +53,24 @@ class Cluster:
         page: the page shared with the engines.
     """
 
-    def __init__(self, n: int, *, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, n: int, *, environment: Mapping[str, str], server: ForkServer | None = None
+    ) -> None:
         self.n = n
-        self.directory = tempfile.mkdtemp(prefix="fsdp_magic-")
+        self._server = server
+        self.directory = tempfile.mkdtemp(prefix="fsdp_magic-") if not server else server.directory
         self.page = Page(_new_page(Path(self.directory, "page"), n))
         self._loop = LoopThread()
         self._events: Events | None = None
+        self._number = 0
         self._dead: dict[int, int | None] = {}
         self._crashes: dict[int, str] = {}
-        self._pids: dict[int, int] = {}
-        self._cluster = ipyparallel_cluster(self.directory, n)
+        self._ready: dict[int, Ready] = {}
+        self._orders: dict[int, int] = {}
+        self._launchers: dict[int, Any] = {}
+        self._changed = threading.Event()
+        self._channels = Channels(self._hear)
+        self._cluster = ipyparallel_cluster(self.directory, n, server)
         self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
         self._client: Any = None
         self._stopped = False
@@ -67,7 +78,7 @@ class Cluster:
     # -- life
 
     def start(self) -> None:
-        """Start everything and wait until every engine has registered.
+        """Start everything and wait until every engine is ready.
 
         Raises:
             FsdpError: if an engine ended or did not come in time; nothing is left behind.
@@ -75,9 +86,14 @@ class Cluster:
         try:
             self._loop.run(self._cluster.start_controller(environment=self._environment))
             self._loop.run(self._cluster.start_engines(self.n, environment=self._environment))
-            self._client = self._connected()
+            self._launchers = {int(x.identifier): x for x in self._started_engines()}
+            for launcher in (*self._launchers.values(), self._cluster.controller):
+                launcher.on_stop(lambda _: self._changed.set())
+            self._channels.start({order: x.channel for order, x in self._launchers.items()})
             self._wait_for_engines()
         except BaseException:
+            if self._server is not None:
+                self._server.kill()  # else an interrupt would wait until it has started
             self.stop()
             raise
 
@@ -89,25 +105,35 @@ class Cluster:
         if self._client is not None:
             self._client.close(linger=0)
             self._client = None
-        launchers = [*self._engine_launchers(), self._cluster.controller]
+        self._loop.run(asyncio.sleep(0))  # a start that was interrupted starts no more after this
+        engines = self._started_engines()
+        launchers = [*engines, self._cluster.controller]
         processes = [p for p in map(process_of, launchers) if p is not None]
         end([child for p in processes for child in children(p)] + processes)
         for launcher in launchers:
             if launcher is not None:  # its thread reports to the loop once more
                 with suppress(TimeoutError):
                     self._loop.run(launcher.join(timeout=1))
+        self._channels.close()
+        for launcher in engines:
+            launcher.close_channel()
         self._loop.stop()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _connected(self) -> Any:
-        info = self._loop.run(self._cluster.controller.get_connection_info())
-        client = ipyparallel.Client(info["client"], profile_dir=self.directory, timeout=60)
-        client.session.digest_history_size = DIGESTS
-        return client
+        if self._server is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            _empty(self.directory)
 
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
-        while len(self._client.ids) < self.n:
+        while len(self._ready) < self.n:
+            self._changed.wait(timeout=1.0)
+            self._changed.clear()
+            controller = self._cluster.controller
+            if controller.state == "after":
+                raise FsdpError(
+                    f"the controller ended while starting: {controller.stop_data}; the end of its "
+                    f"log:\n{_last_lines(controller.get_output())}"
+                )
             logs = self._logs_of_ended()
             if logs:
                 raise FsdpError(
@@ -116,29 +142,31 @@ class Cluster:
                 )
             if time.monotonic() > deadline:
                 raise FsdpError(
-                    f"{self.n} engines were asked for, {len(self._client.ids)} came within "
-                    f"{_START_SECONDS:.0f} s; try %fsdp_init -n {max(1, len(self._client.ids))}"
+                    f"{self.n} engines were asked for, {len(self._ready)} came within "
+                    f"{_START_SECONDS:.0f} s; try %fsdp_init -n {max(1, len(self._ready))}"
                 )
-            time.sleep(0.01)
 
-    def _engine_launchers(self) -> list[Any]:
+    def _started_engines(self) -> list[Any]:
         return [x for s in self._cluster.engines.values() for x in s.launchers.values()]
 
-    def _logs_of_ended(self, lines: int = 12) -> list[str]:
+    def _logs_of_ended(self) -> list[str]:
         """Return the last lines of each engine that ended."""
-        logs = [text for s in self._cluster.engines.values() for text in list(s.outputs.values())]
-        return ["\n".join(log.splitlines()[-lines:]) for log in logs]
+        sets = self._cluster.engines.values()
+        return [_last_lines(text) for s in sets for text in list(s.outputs.values())]
 
     # -- talking
 
     @property
-    def engine_ids(self) -> list[int]:
-        """The ids of the registered engines."""
-        return sorted(self._client.ids)
+    def hellos(self) -> dict[int, HelloReport]:
+        """Who the engines are, by engine id."""
+        return {ready.engine_id: ready.hello for ready in self._ready.values()}
 
     @property
     def client(self) -> Any:
-        """The ipyparallel client, for a person who wants it."""
+        """The ipyparallel client, for a person who wants it; connected when first asked for."""
+        if self._client is None:
+            info = self._loop.run(self._cluster.controller.get_connection_info())
+            self._client = connected(info["client"], self.directory, count=self.n, dead=self._dead)
         return self._client
 
     def send(self, verb: str, requests: Mapping[int, Any]) -> Events:
@@ -152,88 +180,52 @@ class Cluster:
             Where everything that they then say arrives.
         """
         events: Events = Events()
+        self._number += 1
         self._events = events
         for engine_id, request in requests.items():
-            self._send(engine_id, verb, request, events)
+            order = self._orders.get(engine_id)
+            if order is None:
+                road = ControllerRoad(self.client, self._loop)
+                road.send(engine_id, verb, request, events)
+            else:
+                asked = Asked(number=self._number, verb=verb, request=request)
+                self._channels.send(order, asked)
         return events
 
-    def _send(self, engine_id: int, verb: str, request: Any, events: Events) -> None:
-        def hook(future: Any) -> None:
-            future.iopub_callbacks.append(partial(self._hear, engine_id, events))
-
-        name = self._client._engines.get(engine_id)
-        if name is None:
-            self._presume_dead(engine_id, events)
+    def _hear(self, order: int, message: Any) -> None:
+        """Take what an engine says on its channel; runs in the thread that reads."""
+        if isinstance(message, Ready):
+            self._ready[order] = message
+            self._orders[message.engine_id] = order
+            self._changed.set()
             return
-        future = self._client.send_apply_request(
-            self._client._mux_stream,  # not the bare socket: its stream would miss replies
-            ipyparallel.Reference(CALL_NAME),
-            args=(verb, request),
-            ident=name.encode(),
-            message_future_hook=hook,
-        )
-        future.add_done_callback(partial(self._answer, engine_id, events))
-
-    def _hear(self, engine_id: int, events: Events, message: Mapping[str, Any]) -> None:
-        """Take a message on an engine's publishing channel.
-
-        ipyparallel has kept it too, with all that came before; we are done with that.
-        """
-        _publish(engine_id, message, events)
-        kept = self._client.metadata.get(message["parent_header"]["msg_id"])
-        if kept is not None:
-            kept.update(stdout="", stderr="", outputs=[])
-
-    def _answer(self, engine_id: int, events: Events, future: Any) -> None:
-        """Pass a reply on once the engine's output is complete.
-
-        It is when the engine says, on the channel of its output, that it is idle. That word can
-        be lost where a reply cannot, so it is waited for a moment only.
-        """
-        passed = threading.Event()
-
-        def pass_on(*_: Any) -> None:
-            if not passed.is_set():
-                passed.set()
-                events.put(Answered(engine_id=engine_id, reply=future.result()))
-
-        reply = future.result()
-        with suppress(ValueError):  # a list that nobody else shortens
-            self._client.history.remove(future.msg_id)
-        if isinstance(reply, RemoteError) and reply.ename == "EngineError":
-            self._presume_dead(engine_id, events)
-        future.output.add_done_callback(pass_on)
-        if not passed.is_set():
-            self._loop.later(_OUTPUT_SECONDS, pass_on)
-
-    def _presume_dead(self, engine_id: int, events: Events) -> None:
-        """Count an engine as dead that the hub has given up.
-
-        The operating system says within a moment how it ended; if it does not, the process may
-        live but cannot be reached any more.
-        """
-
-        def say() -> None:
-            events.put(Died(engine_id=engine_id, exit_code=self._dead.get(engine_id)))
-
-        self._loop.later(_OUTPUT_SECONDS, say)
+        events = self._events
+        if events is None or message.number != self._number:
+            return  # of a request that nobody follows any more
+        engine_id = self._ready[order].engine_id
+        match message:
+            case Published():
+                event = event_of(engine_id, message.message())
+                if event is not None:
+                    events.put(event)
+            case Finished(reply=reply):
+                events.put(Answered(engine_id=engine_id, reply=reply))
 
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
         for engine_id in engine_ids:
-            pid = self._pids.get(engine_id)
-            if pid is not None and engine_id not in self._dead:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGINT)
+            if engine_id not in self._dead:
+                self._launcher(engine_id).signal(signal.SIGINT)
+
+    def _launcher(self, engine_id: int) -> Any:
+        return self._launchers[self._orders[engine_id]]
 
     # -- watching
 
-    def watch(self, pids: Mapping[int, int]) -> None:
-        """Learn the engines' process ids, and from now on say when one ends."""
-        self._pids.update(pids)
-        identifiers = {x.pid: x for x in self._engine_launchers()}
-        for engine_id, pid in pids.items():
-            launcher = identifiers[pid]
+    def watch(self) -> None:
+        """Say from now on when an engine ends."""
+        for engine_id in self.hellos:
+            launcher = self._launcher(engine_id)
             launcher.on_stop(partial(self._note_death, engine_id, launcher))
 
     @property
@@ -247,6 +239,8 @@ class Cluster:
         self._crashes[engine_id] = _crash_report(launcher.get_output())
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
+        if self._client is not None:
+            tell_of_end(self._client, engine_id)
 
     def died(self, engine_id: int, *, rank: int | None) -> EngineDiedError:
         """Return the error that tells of an engine's death."""
@@ -254,7 +248,7 @@ class Cluster:
         number = -code if code is not None and code < 0 else None
         crash = self._crashes.get(engine_id, "")
         how = f"exit code {code}" if number is None else signal.Signals(number).name
-        how = "it cannot be reached" if code is None else how
+        how = "nobody can say how" if code is None else how
         name = f"engine {engine_id}" if rank is None else f"rank {rank}"
         host = socket.gethostname()
         return EngineDiedError(
@@ -275,11 +269,17 @@ def _new_page(path: Path, world_size: int) -> memoryview:
         os.close(descriptor)
 
 
-def _publish(engine_id: int, message: Mapping[str, Any], events: Events) -> None:
-    """Turn a message on an engine's publishing channel into an event."""
-    event = event_of(engine_id, message)
-    if event is not None:
-        events.put(event)
+def _last_lines(log: str) -> str:
+    return "\n".join(log.splitlines()[-_LOG_LINES:])
+
+
+def _empty(directory: str) -> None:
+    """Remove everything in a directory that goes on being used."""
+    for entry in Path(directory).iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def _crash_report(log: str) -> str:

@@ -1,7 +1,10 @@
 """KERNEL: one display per panel: HTML and text in a notebook, text elsewhere.
 
-A ``display_id`` update is shown while the kernel is busy and stays in the saved file, which a
-widget does not.
+In a notebook a panel is a display that is updated. A ``display_id`` update is shown while the
+kernel is busy and stays in the saved file, which a widget does not. In a terminal it is a block
+that is drawn again in its place. Where output goes to a file it is a line every ten seconds and
+the last frame: IPython prints them, a plain script logs them to ``fsdp_magic`` at INFO, and to
+stderr if it has set up no logging.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_magic.notebook.terminal_block import TerminalBlock, is_terminal
+
 _LOG = logging.getLogger("fsdp_magic")
 _LOG_SECONDS = 10.0
 
@@ -22,17 +27,19 @@ class Panel:
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._block: TerminalBlock | None = None
         self._logged = float("-inf")
 
     def draw(self, html: str, text: str, *, final: bool) -> None:
         """Show a frame, replacing the one before."""
         shell = _shell()
-        if shell is None:
-            self._log(text, final)
-        elif _draws_html(shell):
+        if shell is not None and _draws_html(shell):
             self._update({"text/html": html, "text/plain": text})
-        elif final:
-            print(text)
+        elif self._block is not None or is_terminal(sys.stdout):
+            self._block = self._block or TerminalBlock(sys.stdout)
+            self._block.draw(text, final=final)
+        else:
+            self._add_line(text, final=final, printed=shell is not None)
 
     def _update(self, bundle: dict[str, str]) -> None:
         from IPython.display import display
@@ -42,11 +49,17 @@ class Panel:
         else:
             self._handle.update(bundle, raw=True)
 
-    def _log(self, text: str, final: bool) -> None:
+    def _add_line(self, text: str, *, final: bool, printed: bool) -> None:
         now = time.monotonic()
-        if final or now - self._logged >= _LOG_SECONDS:
-            self._logged = now
-            _LOG.info("%s", text if final else text.partition("\n")[0])
+        if not final and now - self._logged < _LOG_SECONDS:
+            return
+        self._logged = now
+        shown = text if final else text.partition("\n")[0]
+        if not printed and _LOG.hasHandlers():
+            _LOG.info("%s", shown)
+            return
+        moment = "" if final else f"{stamp()}  "  # a frame says its time, its first line does not
+        print(f"{moment}{shown}", file=sys.stdout if printed else sys.stderr, flush=True)
 
 
 def show(html: str, text: str) -> None:
@@ -81,11 +94,6 @@ def is_notebook() -> bool:
     """Return whether what is displayed becomes part of a page."""
     shell = _shell()
     return shell is not None and _draws_html(shell)
-
-
-def redraws() -> bool:
-    """Return whether a panel can be drawn again in its place."""
-    return is_notebook() or sys.stdout.isatty()
 
 
 def bundle(data: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:

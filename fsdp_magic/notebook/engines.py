@@ -7,13 +7,18 @@ cannot be recovered.
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
-from fsdp_magic.core.protocol import HelloReport, HelloRequest, RecoverRequest, Reply
+from fsdp_magic.core.protocol import RecoverRequest, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
+from fsdp_magic.notebook.events import Answered, Died
+from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of
 from fsdp_magic.notebook.output import Output
@@ -29,14 +34,15 @@ class Engines:
 
     Args:
         plan: the world to start.
+        server: makes their processes; None: each is started by itself.
 
     Attributes:
         cluster: their processes.
         broken: why nothing can be asked any more; None: all is well.
     """
 
-    def __init__(self, plan: WorldPlan) -> None:
-        self.cluster = Cluster(plan.n, environment=plan.environment)
+    def __init__(self, plan: WorldPlan, server: ForkServer | None = None) -> None:
+        self.cluster = Cluster(plan.n, environment=plan.environment, server=server)
         self.broken: FsdpError | None = None
         self._plan = plan
         self._ranks: dict[int, int] = {}
@@ -97,21 +103,36 @@ class Engines:
             raise CellInterrupted("interrupted")
         return outcome.replies, output
 
+    def glance(self, verb: str, rank: int, request: Any, *, seconds: float) -> Any:
+        """Ask one rank beside all else, and return its report; None if there is none in time.
+
+        It disturbs nothing: nothing is asked while a cell runs, an engine that is busy is not
+        interrupted, and what goes wrong is no error.
+        """
+        if self.broken is not None or self._interruptions.active or self.cluster.dead:
+            return None
+        engine_id = next(e for e, r in self._ranks.items() if r == rank)
+        events = self.cluster.send(verb, {engine_id: request})
+        deadline = time.monotonic() + seconds
+        with suppress(queue.Empty):
+            while (left := deadline - time.monotonic()) > 0:
+                match events.get(timeout=left):
+                    case Answered(reply=Reply(failure=None) as reply):
+                        return reply.report
+                    case Answered() | Died():
+                        return None
+        return None
+
     def release(self) -> None:
         """Free every rank that waits for another."""
         self.cluster.page.release(self._generation)
 
     def _join(self) -> None:
         """Give every engine its rank, and let them meet."""
-        ids = self.cluster.engine_ids
-        self._ranks = {engine_id: place for place, engine_id in enumerate(ids)}
-        replies = self._quick("hello", dict.fromkeys(ids, HelloRequest()))
-        hellos: dict[int, HelloReport] = {
-            engine_id: reply.report for engine_id, reply in zip(ids, replies, strict=True)
-        }
-        order = sorted(ids, key=lambda i: (hellos[i].host, hellos[i].local_order))
+        hellos = self.cluster.hellos
+        order = sorted(hellos, key=lambda i: (hellos[i].host, hellos[i].local_order))
         self._ranks = {engine_id: rank for rank, engine_id in enumerate(order)}
-        self.cluster.watch({engine_id: hello.pid for engine_id, hello in hellos.items()})
+        self.cluster.watch()
         directory = self.cluster.directory
         requests = {
             engine_id: self._plan.join_request(rank, directory=directory)

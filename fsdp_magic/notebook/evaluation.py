@@ -22,6 +22,7 @@ class Evaluation:
         samples: how many there were; 0 where batches have no number of samples.
         seconds: it took, on the slowest rank.
         notes: sentences a person should read.
+        last_frame: its card, as HTML and as text.
     """
 
     def __init__(self, reports: Sequence[EvalReport]) -> None:
@@ -34,8 +35,14 @@ class Evaluation:
         self.notes = list(dict.fromkeys(note for report in reports for note in report.notes))
         self.collected = _collected([piece for report in reports for piece in report.rows])
 
+        self.last_frame = self._frame()
+
     def show(self) -> None:
         """Show it as a card."""
+        display.show(*self.last_frame)
+        display.mark_shown(self)
+
+    def _frame(self) -> tuple[str, str]:
         view = panel.EvaluationView(
             step=self.step,
             loss=self.loss,
@@ -46,8 +53,7 @@ class Evaluation:
             notes=tuple(self.notes),
             stamp=display.stamp(),
         )
-        display.show(panel.html(view), panel.text(view))
-        display.mark_shown(self)
+        return panel.html(view), panel.text(view)
 
     def _ipython_display_(self) -> None:
         """Show it where a cell ends in it, unless the cell has just shown it."""

@@ -16,13 +16,14 @@ class History:
     Attributes:
         runs: every ``Run``, also those that raised.
         evaluation: the newest ``%%fsdp_eval`` cell, which ``--eval-every`` runs again.
+        last_frame: the last panel of the present engines, as HTML and as text.
     """
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.evaluation: EvalRequest | None = None
+        self.last_frame: tuple[str, str] | None = None
         self._run_ids = 0
-        self._of_earlier_engines = 0
         self._newest: Run | None = None
         self._newest_epochs = 1
 
@@ -35,6 +36,7 @@ class History:
 
     def end(self, run: Run, spec: TrainSpec) -> None:
         """Remember a run that is over, however it ended; a trial left nothing to take up."""
+        self.last_frame = run.last_frame or self.last_frame
         if run.began and not spec.trial:
             self._newest, self._newest_epochs = run, spec.epochs or 1
 
@@ -44,13 +46,7 @@ class History:
 
     def leave_engines(self) -> None:
         """Forget what was on engines that are gone; the runs stay."""
-        self._of_earlier_engines = len(self.runs)
-        self._newest = self.evaluation = None
-
-    @property
-    def last_of_these_engines(self) -> Run | None:
-        """The newest run of the present engines."""
-        return self.runs[-1] if len(self.runs) > self._of_earlier_engines else None
+        self._newest = self.evaluation = self.last_frame = None
 
     def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:
         """Return what ``--eval-every`` runs; None: nothing, or the training cell itself.

@@ -206,6 +206,11 @@ class Interruptions:
         self._previous: Any = None
         self._installed = False
 
+    @property
+    def active(self) -> bool:
+        """Whether a request is under way."""
+        return self._depth > 0
+
     def __enter__(self) -> Interruptions:
         if self._depth == 0:
             self.count = 0

@@ -10,6 +10,8 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.specs import (
+    MAGICS,
+    ConsoleSpec,
     EmptySpec,
     EvalSpec,
     InitSpec,
@@ -20,9 +22,11 @@ from fsdp_magic.core.specs import (
     ShardsSpec,
     TrainSpec,
 )
-from fsdp_magic.notebook import sessions
+from fsdp_magic.core.wording import as_typed, quoted
+from fsdp_magic.notebook import display, sessions
 from fsdp_magic.notebook.evaluation import Evaluation
-from fsdp_magic.notebook.options import help_text, parse
+from fsdp_magic.notebook.help import magic_help
+from fsdp_magic.notebook.options import parse
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.session import Session
 
@@ -94,12 +98,21 @@ class FsdpMagics(Magics):
         self._session().status()
 
     @line_magic
+    def fsdp_console(self, line: str) -> None:
+        """Print the command that opens a console on a rank."""
+        session = self._session()
+        spec = parse(line, ConsoleSpec, magic="%fsdp_console", numbers=session.number)
+        display.write("stdout", f"{session.console(spec.rank)}\n")
+
+    @line_magic
     def fsdp_push(self, line: str) -> None:
         """Send variables of the notebook to every rank."""
         spec = parse(line, NamesSpec, magic="%fsdp_push")
         missing = [name for name in spec.names if name not in self._variables]
         if missing or not spec.names:
-            what = f"no variable {missing[0]!r} in the notebook" if missing else "no name given"
+            what = (
+                f"no variable {quoted(missing[0])} in the notebook" if missing else "no name given"
+            )
             raise UsageError(f"%fsdp_push: {what}; type %fsdp_push NAME")
         self._session().push(**{name: self._variables[name] for name in spec.names})
 
@@ -139,17 +152,18 @@ class FsdpMagics(Magics):
 
     def _function(self, expression: str, flag: str) -> Callable[..., Any]:
         """Return the function that an expression stands for in the notebook."""
+        what = f"{flag} {as_typed(expression)}"
         try:
             function = eval(expression, dict(self._variables))
         except Exception as error:  # a person's expression may raise anything
             raise UsageError(
-                f"{flag} {expression} is not there in the notebook ({error}); define it in a cell "
-                "without a magic"
+                f"{what} is not there in the notebook ({as_typed(str(error))}); define it in a "
+                "cell without a magic"
             ) from None
         if not callable(function):
             raise UsageError(
-                f"{flag} {expression} is a {type(function).__name__}; it takes a function, called "
-                "as FUNC({...}, step=n)"
+                f"{what} is a {type(function).__name__}; it takes a function, called as "
+                "FUNC({...}, step=n)"
             )
         return cast(Callable[..., Any], function)
 
@@ -181,40 +195,20 @@ def _body(cell: str | None, magic: str) -> str:
     return cell
 
 
-_SPECS: dict[str, type[Any]] = {
-    "fsdp_init": InitSpec,
-    "fsdp": RunSpec,
-    "fsdp_model": ModelSpec,
-    "fsdp_train": TrainSpec,
-    "fsdp_eval": EvalSpec,
-    "fsdp_shards": ShardsSpec,
-    "fsdp_push": NamesSpec,
-    "fsdp_pull": PullSpec,
-}
-_EXAMPLES: dict[str, str] = {
-    "fsdp_init": "%fsdp_init -n 2 --memory-limit 2GiB",
-    "fsdp": "%%fsdp --ranks 0\nprint(rank, world_size)",
-    "fsdp_model": "%%fsdp_model --strategy full_shard\n"
-    "model = AutoModelForCausalLM.from_config(config)\n"
-    "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)",
-    "fsdp_train": "%%fsdp_train --data train_data --steps 100 --accumulate 4\n"
-    "loss = model(**batch).loss",
-    "fsdp_eval": "%%fsdp_eval --data val_data\n"
-    "logits = model(batch[0])\n"
-    'metrics = {"accuracy": (logits.argmax(-1) == batch[1]).float().mean()}\n'
-    'collect = {"prediction": logits.argmax(-1)}',
-    "fsdp_shards": "%fsdp_shards model",
-    "fsdp_push": "%fsdp_push vocabulary",
-    "fsdp_pull": "%fsdp_pull model.lm_head.weight --rank 0",
-}
+def unregister(shell: Any) -> None:
+    """Take the magics away from a shell."""
+    manager = shell.magics_manager
+    for kind, ours in FsdpMagics.magics.items():
+        for name in ours:
+            manager.magics[kind].pop(name, None)
+    manager.registry.pop(FsdpMagics.__name__, None)
 
 
 def _document() -> None:
     """Give every magic its options and an example, for ``%magic?``."""
-    for name, spec in _SPECS.items():
-        method = getattr(FsdpMagics, name)
-        example = "\n".join(f"    {row}" for row in _EXAMPLES[name].splitlines())
-        method.__doc__ = f"{method.__doc__}\n\nOptions:\n{help_text(spec)}\n\nExample:\n{example}\n"
+    for magic in MAGICS:
+        method = getattr(FsdpMagics, magic.lstrip("%"))
+        method.__doc__ = magic_help(magic, method.__doc__)
 
 
 _document()

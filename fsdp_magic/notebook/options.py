@@ -1,25 +1,31 @@
-"""KERNEL: a magic's line -> a spec; a spec -> the magic's help.
+"""KERNEL: a magic's line, or the options of a call, -> a spec.
 
-No abbreviations, and an unknown option is an error that names the nearest one. On a line, `` #``
-outside quotes starts a comment.
+No abbreviations, and an unknown option is an error that names the nearest one, or the magic that
+has it. On a line, `` #`` outside quotes starts a comment.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import shlex
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import Option, options_of
+from fsdp_magic.core.specs import MAGICS
+from fsdp_magic.core.wording import as_typed, nearest, quoted
 
 SpecT = TypeVar("SpecT")
 Numbers = Callable[[str, str], float]
 """(flag, expression) -> the number it stands for on the engines."""
+
+_FEW = 4
+"""So many options are listed in an error; more are the help's business."""
+_ALIKE, _VERY_ALIKE = 0.6, 0.8
 
 
 def parse(
@@ -60,39 +66,61 @@ def looked_up(
         flag = option.flags[0]
         if numbers is None or not _is_expression(value):
             wanted = "number" if float in _kinds(kinds[name]) else "whole number"
-            raise UsageError(f"{flag} {value!r} is not a {wanted}")
+            raise UsageError(f"{flag} {quoted(value)} is not a {wanted}")
         found[name] = numbers(flag, value)
     return found
 
 
-def help_text(spec: type[Any]) -> str:
-    """Return the options of a spec as aligned lines of help."""
-    rows = [(_usage(option), option) for option in options_of(spec).values()]
-    width = max((len(usage) for usage, _ in rows), default=0)
-    return "\n".join(f"  {usage:<{width}}  {_described(option)}" for usage, option in rows)
+def spec_of(
+    options: Mapping[str, Any], spec: type[SpecT], *, call: str, numbers: Numbers | None = None
+) -> SpecT:
+    """Return the spec that the keywords of a call ask for.
+
+    Args:
+        options: the keywords.
+        spec: the dataclass that declares them.
+        call: the function's name, for errors.
+        numbers: looks up a number that is given by its name on the engines; None: there are none.
+
+    Raises:
+        UsageError: if a keyword is unknown, or a value cannot work.
+    """
+    known = flags_of(spec)
+    for name in options.keys() - options_of(spec).keys():
+        near = nearest(f"--{name}".replace("_", "-"), known)
+        hint = f"; did you mean {known[near]}?" if near else ";"
+        raise UsageError(f"{call}() has no option {as_typed(name)}{hint} help({call}) lists all")
+    return spec(**looked_up(options, spec, numbers))
+
+
+def flags_of(spec: type[Any]) -> dict[str, str]:
+    """Return the field behind every flag of a spec: its own flags first, then those of habit."""
+    options = options_of(spec)
+    own = {flag: name for name, option in options.items() for flag in option.flags}
+    return own | {habit: name for name, option in options.items() for habit in option.habits}
+
+
+def normal(flag: str) -> str:
+    """Return a flag with dashes for underscores; short flags keep their case."""
+    return flag.replace("_", "-").lower() if flag.startswith("--") else flag
 
 
 def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
-    options = options_of(spec)
+    options, flags = options_of(spec), flags_of(spec)
     kinds = typing.get_type_hints(spec)
-    flags = {
-        _normal(flag): name
-        for name, option in options.items()
-        for flag in (*option.flags, *option.habits)
-    }
     positional = next((name for name, option in options.items() if option.many), None)
     values: dict[str, Any] = {}
     words = _words(line, magic)
     for word in words:
         if not word.startswith("-") or word == "-":
             if positional is None:
-                raise UsageError(f"{magic} does not take {word!r}; it takes {_known(options)}")
+                raise UsageError(_misplaced(magic, word, spec))
             values[positional] = (*values.get(positional, ()), word)
             continue
         flag, has_value, value = word.partition("=")
-        name = flags.get(_normal(flag))
+        name = flags.get(normal(flag))
         if name is None:
-            raise UsageError(_unknown(magic, flag, flags, options))
+            raise UsageError(_unknown(magic, flag, spec))
         if name in values:
             raise UsageError(f"{magic}: {flag} is given twice; give it once")
         values[name] = _value(options[name], kinds[name], flag, value if has_value else None, words)
@@ -103,11 +131,11 @@ def _value(option: Option, kind: Any, flag: str, value: str | None, words: Itera
     """Return the value of a flag, from behind its ``=`` or from the next word."""
     if not option.takes:
         if value is not None:
-            raise UsageError(f"{flag} takes no value; leave out ={value}")
+            raise UsageError(f"{flag} takes no value; leave out ={as_typed(value)}")
         return True
     if value is None:
         value = next(words, None)
-    if value is None or (value.startswith("--")):
+    if not value or value.startswith("--"):
         raise UsageError(f"{flag} needs a value: {flag} {option.takes}")
     return _converted(value, kind)
 
@@ -119,7 +147,7 @@ def _converted(value: str, kind: Any) -> Any:
         if number in kinds:
             try:
                 return number(value)
-            except ValueError:
+            except ValueError:  # no number, or one of thousands of digits
                 continue
     return value
 
@@ -135,8 +163,10 @@ def _takes_number(kind: Any) -> bool:
 def _is_expression(text: str) -> bool:
     """Return whether a text is Python that may stand for a number, but is none itself."""
     try:
-        body = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an escape or a literal that Python will refuse
+            body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     while isinstance(body, ast.UnaryOp):
         body = body.operand
@@ -155,7 +185,7 @@ def _words(line: str, magic: str) -> Iterator[str]:
                 break
             words.append(_unquoted(word))
     except ValueError as error:
-        raise UsageError(f"{magic}: {error} in {line!r}") from None
+        raise UsageError(f"{magic}: {error} in {quoted(line)}") from None
     return iter(words)
 
 
@@ -164,31 +194,36 @@ def _unquoted(word: str) -> str:
     return word[1:-1] if quoted else word
 
 
-def _normal(flag: str) -> str:
-    """Return a flag with dashes for underscores; short flags keep their case."""
-    return flag.replace("_", "-").lower() if flag.startswith("--") else flag
+def _unknown(magic: str, flag: str, spec: type[Any]) -> str:
+    """Return the line that refuses an option which a magic has not."""
+    typed, flags = normal(flag), flags_of(spec)
+    others = [other for other, its in MAGICS.items() if typed in flags_of(its)]
+    near = nearest(typed, flags, alike=_VERY_ALIKE if others else _ALIKE)
+    what = f"{magic} has no option {as_typed(flag)}"
+    if near is not None:
+        return f"{what}; did you mean {_own(spec, near)}? {_all_options(magic, spec)}"
+    if others:
+        return f"{what}; {' and '.join(others[:2])} has it. {_all_options(magic, spec)}"
+    return f"{what}; {_all_options(magic, spec)}"
 
 
-def _unknown(magic: str, flag: str, flags: dict[str, str], options: dict[str, Option]) -> str:
-    near = difflib.get_close_matches(_normal(flag), flags, n=1)
-    hint = f"; did you mean {options[flags[near[0]]].flags[0]}?" if near else ""
-    return (
-        f"{magic} has no option {flag}{hint} It takes {_known(options)}"
-        if hint
-        else (f"{magic} has no option {flag}; it takes {_known(options)}")
-    )
+def _misplaced(magic: str, word: str, spec: type[Any]) -> str:
+    """Return the line that refuses a word which is no option, where a magic takes only options."""
+    what = f"{magic} does not take {quoted(word)}"
+    near = nearest(normal(f"--{word.partition('=')[0]}"), flags_of(spec), alike=_VERY_ALIKE)
+    if near is not None:
+        return f"{what}; did you mean {_own(spec, near)}? {_all_options(magic, spec)}"
+    return f"{what}; {_all_options(magic, spec)}"
 
 
-def _known(options: dict[str, Option]) -> str:
-    names = [option.flags[0] for option in options.values() if option.flags]
-    return ", ".join(names) if names else "no options"
+def _own(spec: type[Any], flag: str) -> str:
+    """Return our name for a flag of habit."""
+    return options_of(spec)[flags_of(spec)[flag]].flags[0]
 
 
-def _usage(option: Option) -> str:
-    if option.many:
-        return f"{option.takes}…"
-    return " ".join(filter(None, (option.flags[0], option.takes)))
-
-
-def _described(option: Option) -> str:
-    return option.help + (f" ({', '.join(option.choices)})" if option.choices else "")
+def _all_options(magic: str, spec: type[Any]) -> str:
+    """Return the options of a magic where they are few; else where to read them."""
+    own = [option.flags[0] for option in options_of(spec).values() if option.flags]
+    if len(own) > _FEW:
+        return f"%{magic.lstrip('%')}? lists all options"
+    return f"it takes {', '.join(own) or 'no options'}"

@@ -43,14 +43,17 @@ def failure_of(
     failures = {r: reply.failure for r, reply in replies.items() if reply.failure is not None}
     own = {r: f for r, f in failures.items() if f.kind != "released"} or failures
     released = tuple(sorted(set(failures) - set(own)))
-    text = _refusal(own, everywhere=len(own) == len(replies)) or error_panel.text(
-        own, released=released
-    )
+    text = _refusal(own, everywhere=len(own) == len(replies))
+    lines = text.splitlines()
+    if not text:
+        text = error_panel.text(own, released=released)
+        lines = error_panel.coloured(own, released=released)
     if timeout is not None:
-        text = f"the cell was stopped after {timeout:g} s (--timeout)\n{text}"
+        stopped = f"the cell was stopped after {timeout:g} s (--timeout)"
+        text, lines = f"{stopped}\n{text}", [stopped, *lines]
     full = any(failure.kind == "out_of_memory" for failure in own.values())
     kind = OutOfMemoryOnRankError if full else CellFailedError
-    return kind(text, exceptions=own, outputs=outputs(replies, output))
+    return kind(text, exceptions=own, outputs=outputs(replies, output), rendered=lines)
 
 
 def _refusal(failures: Mapping[int, Failure], *, everywhere: bool) -> str:

@@ -28,6 +28,7 @@ class RankProgress:
         losses: its share of each step's loss.
         grad_norms: the global norm of each step.
         samples, tokens: what it took in each step.
+        sample_count, token_count: of all steps; tokens are None where batches have none.
         metrics: by name and step, its part: weight × value and weight, added up.
     """
 
@@ -36,6 +37,8 @@ class RankProgress:
         self.grad_norms: list[float] = []
         self.samples: list[int] = []
         self.tokens: list[int] | None = []
+        self.sample_count = 0
+        self.token_count: int | None = 0
         self.metrics: dict[str, dict[int, tuple[float, float]]] = {}
         self.seconds = 0.0
         self.device_name = ""
@@ -48,14 +51,23 @@ class RankProgress:
         """Take records; those that were there already are replaced."""
         self.losses[records.first :] = records.losses
         self.grad_norms[records.first :] = records.grad_norms
+        self.sample_count -= sum(self.samples[records.first :])
         self.samples[records.first :] = records.samples
-        if records.tokens is None:
-            self.tokens = None
-        elif self.tokens is not None:
+        self.sample_count += sum(records.samples)
+        if records.tokens is None or self.tokens is None or self.token_count is None:
+            self.tokens = self.token_count = None
+        else:
+            self.token_count -= sum(self.tokens[records.first :])
             self.tokens[records.first :] = records.tokens
+            self.token_count += sum(records.tokens)
         for metric in records.metrics:
             parts = self.metrics.setdefault(metric.name, {})
             parts[metric.step] = (metric.total, metric.weight)
+
+    def newest_step(self, name: str, *, before: int) -> int:
+        """Return the last step before another that bound a metric; -1: none did."""
+        steps = reversed(self.metrics.get(name, {}))
+        return next((step for step in steps if step < before), -1)
 
 
 class Run:
@@ -94,6 +106,7 @@ class Run:
         self.began = False
         self.epochs_ended = 0
         self.ranks = [RankProgress() for _ in range(world_size)]
+        self._losses: list[float] = []
 
     # -- history
 
@@ -105,10 +118,16 @@ class Run:
     @property
     def losses(self) -> list[float]:
         """The loss of the global batch, one per step; none if the cell never bound one."""
+        return self.losses_from(0)
+
+    def losses_from(self, index: int) -> list[float]:
+        """Return the losses of the steps from an index on, which a panel has not drawn yet."""
         if not self.has_losses:
             return []
-        shares = zip(*(rank.losses for rank in self.ranks), strict=False)
-        return [sum(share) for share in shares]
+        known = len(self._losses)
+        shares = zip(*(rank.losses[known:] for rank in self.ranks), strict=False)
+        self._losses += [sum(share) for share in shares]
+        return self._losses[index:]
 
     @property
     def metrics(self) -> dict[str, list[float]]:
@@ -127,9 +146,9 @@ class Run:
         """Each metric's value of the last step that bound it."""
         newest: dict[str, float] = {}
         for name in dict.fromkeys(name for rank in self.ranks for name in rank.metrics):
-            bound = [s for rank in self.ranks for s in rank.metrics.get(name, ()) if s < self.steps]
-            if bound:
-                newest[name] = self.metric(name, max(bound))
+            step = max(rank.newest_step(name, before=self.steps) for rank in self.ranks)
+            if step >= 0:
+                newest[name] = self.metric(name, step)
         return newest
 
     def values(self, step: int) -> dict[str, float]:
@@ -163,15 +182,15 @@ class Run:
     @property
     def samples_per_second(self) -> float | None:
         """Samples of all ranks over the time of the run."""
-        return self._per_second(sum(sum(rank.samples) for rank in self.ranks))
+        return self._per_second(sum(rank.sample_count for rank in self.ranks))
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens of all ranks over the time of the run; None where batches have none."""
-        tokens = [rank.tokens for rank in self.ranks]
-        if any(not counts for counts in tokens):
+        counts = [rank.token_count for rank in self.ranks]
+        if any(not count for count in counts):
             return None
-        return self._per_second(sum(sum(counts or ()) for counts in tokens))
+        return self._per_second(sum(count or 0 for count in counts))
 
     @property
     def peak_bytes(self) -> list[int | None]:
@@ -202,6 +221,7 @@ class Run:
 
     def finish(self, reports: Sequence[RunReport]) -> None:
         """Take the ranks' last reports, which hold the whole history."""
+        self._losses.clear()
         for report in reports:
             rank = self.ranks[report.rank]
             rank.add(report.records)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from fsdp_magic.notebook import display
+from fsdp_magic.notebook.terminal_block import is_terminal
 from fsdp_magic.panels import progress_lines
 from fsdp_magic.panels.progress_lines import ProgressLine
 
@@ -36,15 +38,10 @@ class Screen(Protocol):
 
 
 class Page:
-    """The output of the cell that runs in the notebook, or the terminal of a script.
+    """The output of the cell that runs in the notebook, or the terminal of a script."""
 
-    Args:
-        beside_panel: whether a live panel is shown too; a terminal redraws one block only.
-    """
-
-    def __init__(self, *, beside_panel: bool = False) -> None:
+    def __init__(self) -> None:
         self._written: list[tuple[str, str]] = []
-        self._beside_panel = beside_panel
         self._progress = display.Panel()
 
     @property
@@ -65,7 +62,7 @@ class Page:
     def progress(self, lines: Sequence[ProgressLine], notes: Sequence[str], *, final: bool) -> None:
         """Draw one block; without a page or a terminal, the last state of each line."""
         self.flush()
-        if self.is_rich or (display.redraws() and not self._beside_panel):
+        if self.is_rich or is_terminal(sys.stdout):
             block = progress_lines.html(lines, notes=notes), progress_lines.text(lines, notes=notes)
             self._progress.draw(*block, final=final)
         elif final:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,118 +12,30 @@ from fsdp_magic.core.protocol import (
     CellOutput,
     EvalRequest,
     ModelRequest,
-    Reply,
     RunRequest,
-    ShardsRequest,
-    StatusRequest,
     TrainRequest,
 )
-from fsdp_magic.core.specs import EvalSpec, InitSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
-from fsdp_magic.core.telemetry import RankStatus
+from fsdp_magic.core.specs import EvalSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook import variables as variables_of
-from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.evaluation import Evaluation
-from fsdp_magic.notebook.history import History
-from fsdp_magic.notebook.options import looked_up
+from fsdp_magic.notebook.help import takes_options
+from fsdp_magic.notebook.inspection import Inspection
+from fsdp_magic.notebook.options import looked_up, spec_of
 from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.results import show_results
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Page, Screen
 from fsdp_magic.notebook.training import train_on
-from fsdp_magic.notebook.world import plan_world
-from fsdp_magic.panels import mosaic, status
+from fsdp_magic.panels import mosaic
 
 
-class Session:
+class Session(Inspection):
     """Engines that run cells, shard models and train them.
 
     Every verb blocks, and is called from one thread. In a notebook a verb shows its panel unless
     it is called with ``show=False``; elsewhere it logs.
-
-    Attributes:
-        plan: the world that was started.
     """
-
-    def __init__(self, spec: InitSpec) -> None:
-        self.spec = spec
-        self._history = History()
-        self._names = itertools.count(1)
-        self.plan = plan_world(spec)
-        self._engines: Engines | None = Engines(self.plan)
-        _LIVE.add(self)
-
-    # -- life
-
-    def restart(self) -> Session:
-        """Replace every engine by a fresh one; variables and models on them are gone."""
-        self.shutdown()
-        self._history.leave_engines()
-        self._engines = Engines(self.plan)
-        _LIVE.add(self)
-        return self
-
-    def shutdown(self) -> None:
-        """End the engines; nothing of them is left. Safe to call twice."""
-        _LIVE.discard(self)
-        if self._engines is not None:
-            self._engines.stop()
-            self._engines = None
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
-    def __repr__(self) -> str:
-        state = "running" if self.running else "shut down"
-        return f"<Session: {self.world_size} {self.plan.device} engines, {state}>"
-
-    def _ipython_display_(self) -> None:
-        """Show the ranks where a cell ends in the session, unless the cell has just drawn them."""
-        if not self.alive:
-            display.write("stdout", f"{self!r}\n")
-        elif not display.is_shown(self):
-            self.status()
-
-    @property
-    def runs(self) -> list[Run]:
-        """Every ``Run``, also those that raised."""
-        return self._history.runs
-
-    @property
-    def running(self) -> bool:
-        """Whether there are engines."""
-        return self._engines is not None
-
-    @property
-    def alive(self) -> bool:
-        """Whether there are engines and they are in order."""
-        return self._engines is not None and self._engines.broken is None
-
-    @property
-    def engines(self) -> Engines:
-        """The engines.
-
-        Raises:
-            UsageError: if they were shut down.
-        """
-        if self._engines is None:
-            raise UsageError("the engines were shut down; type %fsdp_init to start some")
-        return self._engines
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.plan.n
-
-    @property
-    def client(self) -> Any:
-        """The ipyparallel client of the engines, for ``%%px`` and the like."""
-        return self.engines.cluster.client
-
-    # -- verbs
 
     def run(
         self,
@@ -161,14 +70,12 @@ class Session:
         screen = _screen(show)
         request = RunRequest(code=code, name=name or self._name("fsdp"))
         replies, output = self.engines.ask(
-            "run",
-            dict.fromkeys(chosen, request),
-            screen=screen,
-            timeout=spec.timeout,
+            "run", dict.fromkeys(chosen, request), screen=screen, timeout=spec.timeout
         )
         show_results({rank: reply.report for rank, reply in replies.items()}, screen)
         return outputs(replies, output, result=lambda result: result.text)
 
+    @takes_options(ModelSpec, without=("names",))
     def model(
         self,
         code: str,
@@ -185,13 +92,13 @@ class Session:
             names: what to shard; none: every module that the cell bound.
             show: show the placement.
             name: file name in tracebacks; each call has one of its own.
-            **options: fields of ``ModelSpec``; the session's defaults stand for the rest.
+            **options: as below; the session's defaults stand for the rest.
 
         Returns:
             Where every parameter of the (last) model lives.
         """
         chosen = {"strategy": self.spec.strategy, **options}
-        spec = ModelSpec(names=names, **chosen)  # type: ignore[arg-type]  # it takes both
+        spec = spec_of({"names": names, **chosen}, ModelSpec, call="session.model")
         request = ModelRequest(code=code, name=name or self._name("fsdp_model"), spec=spec)
         screen = _screen(show)
         replies, _ = self.engines.ask("model", self._everywhere(request), screen=screen)
@@ -207,6 +114,7 @@ class Session:
         screen.flush()
         return placements[-1]
 
+    @takes_options(TrainSpec, without=("output",))
     def train(self, code: str, *, show: bool = True, name: str = "", **options: Any) -> Run:
         """Run code as training steps.
 
@@ -214,7 +122,7 @@ class Session:
             code: the cell; it binds ``loss``, a scalar that requires grad.
             show: show the live panel.
             name: file name in tracebacks; each call has one of its own.
-            **options: fields of ``TrainSpec``.
+            **options: as below; they mean what they mean for ``%%fsdp_train``.
 
         Returns:
             The run, with one loss and one gradient norm per step.
@@ -223,7 +131,7 @@ class Session:
             CellFailedError: if it raised on a rank; the step it was in changed no weight.
             KeyboardInterrupt: if it was interrupted; ``.run`` holds what was done.
         """
-        spec = TrainSpec(**looked_up(options, TrainSpec, self.number))
+        spec = spec_of(options, TrainSpec, call="session.train", numbers=self.number)
         return self.train_from(spec, code, show=show, name=name)
 
     def train_from(self, spec: TrainSpec, code: str, *, show: bool = True, name: str = "") -> Run:
@@ -247,6 +155,7 @@ class Session:
             self._history.end(run, asked)
         return run
 
+    @takes_options(EvalSpec, without=("output",))
     def eval(self, code: str, *, show: bool = True, name: str = "", **options: Any) -> Evaluation:
         """Run code over data without gradients, every sample once.
 
@@ -254,7 +163,7 @@ class Session:
             code: the cell; it binds ``loss``, ``metrics`` or ``collect``.
             show: show the result.
             name: file name in tracebacks; each call has one of its own.
-            **options: fields of ``EvalSpec``.
+            **options: as below; they mean what they mean for ``%%fsdp_eval``.
 
         Returns:
             Loss, metrics and collected rows.
@@ -262,7 +171,7 @@ class Session:
         Raises:
             CellFailedError: if it raised on a rank.
         """
-        spec = EvalSpec(**looked_up(options, EvalSpec, self.number))
+        spec = spec_of(options, EvalSpec, call="session.eval", numbers=self.number)
         return self.eval_from(spec, code, show=show, name=name)
 
     def eval_from(
@@ -278,80 +187,18 @@ class Session:
         )
         self._history.evaluation = request
         evaluation = Evaluation([replies[rank].report for rank in sorted(replies)])
+        self._history.last_frame = evaluation.last_frame
         if show:
             evaluation.show()
         return evaluation
-
-    def shards(self, model: str = "", *, show: bool = True) -> Placement:
-        """Return where every parameter of a sharded model lives; without a name the only one."""
-        replies = self._quietly("shards", self._everywhere(ShardsRequest(model=model)))
-        placement: Placement = replies[0].report
-        if show:
-            display.show(mosaic.html(placement), mosaic.text(placement))
-        return placement
-
-    def status(self, *, show: bool = True) -> list[RankStatus]:
-        """Return what each rank is and how its memory stands, by rank."""
-        replies = self._quietly("status", self._everywhere(StatusRequest()))
-        ranks: list[RankStatus] = [replies[rank].report for rank in sorted(replies)]
-        if show:
-            self.show_status(ranks)
-        return ranks
-
-    def show_status(self, ranks: Sequence[RankStatus]) -> None:
-        """Show ranks, hosts, devices and memory, and the last training panel again."""
-        stamp = display.stamp()
-        display.show(status.html(ranks, stamp=stamp), status.text(ranks, stamp=stamp))
-        display.mark_shown(self)
-        run = self._history.last_of_these_engines
-        if run is not None:
-            run.show()
 
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""
         variables_of.push(self.engines, variables, world_size=self.world_size)
 
-    def pull(self, expression: str, *, rank: int | str = 0, yes: bool = False) -> Any:
-        """Return the value of an expression on a rank, or of all ranks as a list.
-
-        A sharded tensor is gathered by all ranks and comes whole, on the CPU, detached.
-
-        Args:
-            expression: Python.
-            rank: a rank, or ``"all"``.
-            yes: also above 1 GiB.
-        """
-        return variables_of.pull(
-            self.engines, expression, rank=rank, yes=yes, world_size=self.world_size
-        )
-
-    def number(self, flag: str, expression: str) -> float:
-        """Return the number that an option's value stands for on the engines.
-
-        Raises:
-            UsageError: if it is no number there, or not the same one on every rank.
-        """
-        return variables_of.number(self.engines, flag, expression, world_size=self.world_size)
-
     def _name(self, magic: str) -> str:
         """Return a file name for code that is not of a cell, so that each keeps its own lines."""
         return f"<%%{magic} [run {next(self._names)}]>"
-
-    def _everywhere(self, request: Any) -> dict[int, Any]:
-        return dict.fromkeys(range(self.world_size), request)
-
-    def _quietly(self, verb: str, requests: Mapping[int, Any]) -> dict[int, Reply]:
-        """Ask ranks without showing what they print."""
-        return self.engines.ask(verb, requests, screen=Nowhere())[0]
-
-
-_LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-@atexit.register
-def _shut_all_down() -> None:
-    for session in list(_LIVE):
-        session.shutdown()
 
 
 def _screen(show: bool) -> Screen:

@@ -7,6 +7,7 @@ from typing import Any
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.notebook import display
+from fsdp_magic.notebook.options import spec_of
 from fsdp_magic.notebook.session import Session
 from fsdp_magic.notebook.world import plan_world
 
@@ -25,7 +26,7 @@ def init(*, show: bool = True, **options: Any) -> Session:
         UsageError: if an option cannot work, or another session is running.
         FsdpError: if the engines did not start; nothing is left behind.
     """
-    return init_from(InitSpec(**options), show=show)
+    return init_from(spec_of(options, InitSpec, call="fsdp_magic.init"), show=show)
 
 
 def init_from(spec: InitSpec, *, show: bool = True) -> Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import time
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Page
 from fsdp_magic.notebook.step_log import StepLog
 from fsdp_magic.panels import training
-from fsdp_magic.panels.training import RankView, TrainingView
+from fsdp_magic.panels.loss_history import LossHistory
+from fsdp_magic.panels.training_view import RankView, TrainingView
 
 _FRAME_SECONDS = 0.5
 _RECENT_SECONDS = 5.0
@@ -39,13 +41,15 @@ def train_on(
         show: show the live panel and what the ranks print.
     """
     assert not isinstance(spec.log, str)
-    panel, log = TrainingPanel(run, spec, show=show), StepLog(run, spec.log)
+    binds_metrics = any(map(_binds_metrics, {request.code for request in requests.values()}))
+    panel = TrainingPanel(run, spec, show=show, binds_metrics=binds_metrics)
+    log = StepLog(run, spec.log)
 
     def tick() -> None:
         log.tick()
         panel.tick()
 
-    screen = Page(beside_panel=True) if show else Nowhere()
+    screen = Page() if show else Nowhere()
     try:
         engines.ask("train", requests, screen=screen, timeout=spec.timeout, run=run, on_tick=tick)
     except BaseException as error:
@@ -65,12 +69,17 @@ class TrainingPanel:
         run: what to draw.
         spec: the options it was started with.
         show: whether to draw at all.
+        binds_metrics: whether the cell names metrics, so that their place is kept from the start.
     """
 
-    def __init__(self, run: Run, spec: TrainSpec, *, show: bool) -> None:
+    def __init__(
+        self, run: Run, spec: TrainSpec, *, show: bool, binds_metrics: bool = False
+    ) -> None:
         self._run = run
         self._spec = spec
         self._show = show
+        self._binds_metrics = binds_metrics
+        self._losses = LossHistory()
         self._panel = display.Panel()
         self._drawn_at = time.monotonic()
         self._is_drawn = False
@@ -90,6 +99,7 @@ class TrainingPanel:
         """
         if self._run.state == "failed" and not self._run.steps and not self._is_drawn:
             return
+        self._losses = LossHistory()  # anew, from the last reports, which hold all
         self._run.last_frame = self._frame()
         if self._show:
             self._panel.draw(*self._run.last_frame, final=True)
@@ -102,8 +112,9 @@ class TrainingPanel:
     def view(self) -> TrainingView:
         """Return what the panel shows at this moment."""
         run, seconds = self._run, self._run.seconds
-        losses, steps = run.losses, run.steps
-        norm = run.grad_norms[-1] if steps else None
+        steps = run.steps
+        self._losses.extend(run.losses_from(self._losses.count))
+        norm = run.ranks[0].grad_norms[steps - 1] if steps else None
         rate = self._steps_per_second(seconds, steps)
         left = None if run.total_steps is None else run.total_steps - steps
         return TrainingView(
@@ -115,7 +126,7 @@ class TrainingPanel:
             accumulate=run.accumulate,
             data_parallel_size=run.world_size,
             samples_per_step=run.samples_per_step,
-            losses=losses,
+            losses=self._losses,
             grad_norm=None if norm is None or math.isnan(norm) else norm,
             samples_per_second=run.samples_per_second,
             tokens_per_second=run.tokens_per_second,
@@ -134,6 +145,7 @@ class TrainingPanel:
             ),
             stamp=display.stamp(),
             message=run.message,
+            binds_metrics=self._binds_metrics,
             metrics=run.newest_metrics,
             evaluates=self._spec.eval_every is not None,
             evaluation=run.evaluations[-1] if run.evaluations else None,
@@ -147,6 +159,18 @@ class TrainingPanel:
             self._marks.pop(0)
         since, before = self._marks[0]
         return (steps - before) / (seconds - since) if seconds > since else None
+
+
+def _binds_metrics(code: str) -> bool:
+    """Return whether a cell assigns to ``metrics``; only a guess, for the room in the panel."""
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:  # a cell with ! in it, or a wrong one, which the engines will tell
+        return False
+    return any(
+        isinstance(node, ast.Name) and node.id == "metrics" and isinstance(node.ctx, ast.Store)
+        for node in ast.walk(tree)
+    )
 
 
 def _non_finite(run: Run) -> list[str]:

@@ -38,6 +38,11 @@ class WorldPlan:
         return self.device == "cuda" and self.n > self.gpus
 
     @property
+    def forked(self) -> bool:
+        """Whether one process makes the engines; not those that use CUDA, each is fresh."""
+        return self.device == "cpu"
+
+    @property
     def environment(self) -> dict[str, str]:
         """Variables for every engine; a person's own values stand."""
         wanted = {

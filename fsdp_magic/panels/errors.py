@@ -1,13 +1,18 @@
-"""A cell that failed: whose traceback, which ranks share it, who was released; pure."""
+"""A cell that failed: whose traceback, which ranks share it, who was released; pure.
+
+It is text, because that is what a notebook keeps of an error: it stands in the saved file, and it
+stops Run All. Ranks that failed at the same place stand together, with their messages; of many
+different failures the first few are shown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fsdp_magic.core.protocol import Failure, FailureKind
 from fsdp_magic.core.units import ranks_text
-from fsdp_magic.panels.parts import RED, SMALL, card, escape, icon, one_line, plain
+from fsdp_magic.panels.parts import one_line, plain
 
 WHAT_HAPPENED: dict[FailureKind, str] = {
     "raised": "raised",
@@ -16,14 +21,21 @@ WHAT_HAPPENED: dict[FailureKind, str] = {
     "out_of_memory": "out of memory",
     "usage": "refused the cell before it ran",
 }
+_MOST_PLACES, _MOST_MESSAGES = 4, 8
+_BOLD, _NORMAL = "\x1b[1m", "\x1b[0m"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Ranks that failed in the same way."""
+class _Place:
+    """Ranks that failed at the same place, in the same way.
 
-    ranks: tuple[int, ...]
+    Attributes:
+        failure: of the first of them.
+        messages: of each rank.
+    """
+
     failure: Failure
+    messages: dict[int, str]
 
     @property
     def heading(self) -> str:
@@ -31,72 +43,74 @@ class _Group:
         words = WHAT_HAPPENED[self.failure.kind]
         if self.failure.kind == "raised":
             words += f" {one_line(self.failure.exception_type)}"
-        return f"{_ranks(self.ranks)} {words}"
+        return f"{_ranks(tuple(self.messages))} {words}"
 
     @property
-    def last_line(self) -> str:
-        """The line that ends a traceback."""
-        name, message = plain(self.failure.exception_type), plain(self.failure.message).rstrip()
-        return f"{name}: {message}" if message else name
+    def lines(self) -> list[str]:
+        """Traceback, what was raised, and notes."""
+        traceback = plain(self.failure.traceback).strip("\n")
+        notes = [plain(note) for note in self.failure.notes]
+        return [*([traceback] if traceback else []), *self._raised(), *notes]
+
+    def _raised(self) -> list[str]:
+        """Return the line that ends the traceback; where messages differ, one for each."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, message in self.messages.items():
+            ranks_of.setdefault(plain(message).rstrip(), []).append(rank)
+        name = plain(self.failure.exception_type)
+        if len(ranks_of) == 1:
+            (message,) = ranks_of
+            return [f"{name}: {message}" if message else name]
+        lines = [f"{_ranks(tuple(on))}: {name}: {message}" for message, on in ranks_of.items()]
+        rest = len(lines) - _MOST_MESSAGES
+        more = [f"… {rest} more messages; error.exceptions holds them by rank"] if rest > 0 else []
+        return [*lines[:_MOST_MESSAGES], *more]
 
 
-def html(exceptions: Mapping[int, Failure], *, released: tuple[int, ...] = ()) -> str:
-    """Return each distinct failure once, with its ranks.
+def text(exceptions: Mapping[int, Failure], *, released: tuple[int, ...] = ()) -> str:
+    """Return each place of failure once, with its ranks.
 
     Args:
         exceptions: the failure of each rank that failed by itself.
         released: ranks stopped because of them.
     """
-    blocks = "".join(_block(group) for group in _groups(exceptions))
-    ending = f'<div style="{SMALL}">{escape(_released(released))}</div>' if released else ""
-    return card(blocks + ending, label="Failed cell")
+    return "\n".join(_lines(exceptions, released, heading="{}"))
 
 
-def text(exceptions: Mapping[int, Failure], *, released: tuple[int, ...] = ()) -> str:
-    """Return the same as text; see ``html``."""
-    lines = []
-    for group in _groups(exceptions):
-        traceback = plain(group.failure.traceback).strip("\n")
-        notes = [plain(note) for note in group.failure.notes]
-        lines += [group.heading, *([traceback] if traceback else []), group.last_line, *notes, ""]
+def coloured(exceptions: Mapping[int, Failure], *, released: tuple[int, ...] = ()) -> list[str]:
+    """Return the same as the lines that IPython shows: headings stand out; see ``text``."""
+    return _lines(exceptions, released, heading=f"{_BOLD}{{}}{_NORMAL}")
+
+
+def _lines(
+    exceptions: Mapping[int, Failure], released: tuple[int, ...], *, heading: str
+) -> list[str]:
+    places = _places(exceptions)
+    lines: list[str] = []
+    for place in places[:_MOST_PLACES]:
+        lines += [*([""] if lines else []), heading.format(place.heading), *place.lines]
+    if rest := places[_MOST_PLACES:]:
+        ranks = tuple(sorted(rank for place in rest for rank in place.messages))
+        lines += ["", f"{_ranks(ranks)} failed in other ways; error.exceptions holds them by rank"]
     if released:
-        lines.append(_released(released))
-    return "\n".join(lines).rstrip("\n")
+        lines += [*([""] if len(places) > 1 else []), f"{_ranks(released)} {_RELEASED}"]
+    return lines
 
 
-def _groups(exceptions: Mapping[int, Failure]) -> list[_Group]:
-    """Return equal failures together, in the order of their first ranks."""
-    ranks_of: dict[Failure, list[int]] = {}
+_RELEASED = WHAT_HAPPENED["released"]
+
+
+def _places(exceptions: Mapping[int, Failure]) -> Sequence[_Place]:
+    """Return failures at the same place together, in the order of their first ranks."""
+    places: dict[Failure, _Place] = {}
     for rank in sorted(exceptions):
-        ranks_of.setdefault(exceptions[rank], []).append(rank)
-    return [_Group(ranks=tuple(ranks), failure=failure) for failure, ranks in ranks_of.items()]
+        failure = exceptions[rank]
+        place = places.setdefault(
+            replace(failure, message=""), _Place(failure=failure, messages={})
+        )
+        place.messages[rank] = failure.message
+    return list(places.values())
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
-
-
-def _released(ranks: tuple[int, ...]) -> str:
-    return f"{_ranks(ranks)} {WHAT_HAPPENED['released']}"
-
-
-def _block(group: _Group) -> str:
-    traceback = escape(group.failure.traceback).strip("\n")
-    frames = (
-        '<pre style="margin:4px 0;padding:0;border:0;background:transparent;color:inherit;'
-        f'font-size:12px;white-space:pre;overflow-x:auto">{traceback}</pre>'
-        if traceback
-        else ""
-    )
-    notes = "".join(f"<div>{escape(note)}</div>" for note in group.failure.notes)
-    return (
-        f'<div style="margin-bottom:8px"><div>{icon("✕", RED)} <b>{escape(group.heading)}</b></div>'
-        f'{frames}<div style="white-space:pre-wrap;overflow-wrap:anywhere">'
-        f"<b>{escape(group.failure.exception_type)}</b>{_message(group)}</div>"
-        f'<div style="{SMALL}">{notes}</div></div>'
-    )
-
-
-def _message(group: _Group) -> str:
-    message = escape(group.failure.message).rstrip()
-    return f": {message}" if message else ""

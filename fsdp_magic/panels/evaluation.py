@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_magic.core.telemetry import EvaluationRecord
-from fsdp_magic.core.units import seconds_text
+from fsdp_magic.core.units import UNKNOWN, seconds_text
+from fsdp_magic.panels.figures import Figure, figures_html, figures_text, loss_figure
 from fsdp_magic.panels.parts import (
     NUMBERS,
-    RED,
     SMALL,
     card,
     escape,
-    figure_text,
+    headline,
     notes_html,
+    notes_text,
     one_line,
     shortened,
 )
@@ -48,17 +48,10 @@ class EvaluationView:
 
 def html(view: EvaluationView) -> str:
     """Return it as HTML."""
-    tiles = "".join(
-        '<div style="flex:0 1 auto;min-width:78px;white-space:nowrap">'
-        f'<div style="{SMALL};line-height:15px">{escape(name)} </div>'
-        f'<b style="{NUMBERS}{_warning(value)}">{figure_text(value)} </b></div>'
-        for name, value in _figures(view)
-    )
+    figures = _figures(view)
     content = (
-        '<div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0px 16px;'
-        f'margin-bottom:4px"><b>{escape(_heading(view))} </b>'
-        f'<span style="{SMALL};{NUMBERS}">{escape(one_line(view.stamp))} </span></div>'
-        + (f'<div style="display:flex;flex-wrap:wrap;gap:4px 24px">{tiles}</div>' if tiles else "")
+        headline(_heading(view), stamp=view.stamp)
+        + (figures_html(figures) if figures else "")
         + f'<div style="margin-top:6px;{SMALL};{NUMBERS}">{escape(_size(view))} </div>'
         + notes_html(view.notes)
     )
@@ -67,44 +60,31 @@ def html(view: EvaluationView) -> str:
 
 def text(view: EvaluationView) -> str:
     """Return the same as text."""
-    figures = metrics_text(dict(_figures(view)))
-    lines = [f"{_heading(view)}  {one_line(view.stamp)}", figures, _size(view)]
-    return "\n".join([*filter(None, lines), *(one_line(note) for note in view.notes)])
+    head = f"{_heading(view)}  {one_line(view.stamp)}"
+    lines = [head, figures_text(_figures(view)), _size(view)]
+    return "\n".join([*filter(None, lines), *notes_text(view.notes)])
 
 
-def training_lines(
-    metrics: Mapping[str, float], *, evaluates: bool, newest: EvaluationRecord | None
-) -> list[str]:
-    """Return the lines of a training panel that only some runs have.
+def newest_figures(newest: EvaluationRecord | None) -> list[Figure]:
+    """Return the newest evaluation for the panel of a run that makes some.
 
-    A run that evaluates has its line from the first frame on, so that nothing jumps.
+    Args:
+        newest: None: none is there yet; its place is kept.
     """
-    lines = [metrics_text(metrics)] if metrics else []
-    if not evaluates:
-        return lines
     if newest is None:
-        return [*lines, "evaluation: none yet"]
-    loss = {} if newest.loss is None else {"loss": newest.loss}
-    found = metrics_text({**loss, **newest.metrics})
-    return [*lines, f"evaluation after step {newest.step:,}: {found}"]
-
-
-def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Return metrics on one line: ``accuracy 0.93  f1 0.88``."""
-    return "  ".join(f"{shortened(n, 40)} {figure_text(value)}" for n, value in metrics.items())
+        return [Figure(name="evaluated at step", value=UNKNOWN)]
+    values = ({} if newest.loss is None else {"loss": newest.loss}) | newest.metrics
+    step = Figure(name="evaluated at step", value=f"{newest.step:,}")
+    return [step, *(loss_figure(f"eval {name}", value) for name, value in values.items())]
 
 
 def _heading(view: EvaluationView) -> str:
     return f"Evaluation after step {view.step:,}"
 
 
-def _figures(view: EvaluationView) -> list[tuple[str, float]]:
-    loss = [] if view.loss is None else [("loss", view.loss)]
-    return [*loss, *((shortened(name, 40), value) for name, value in view.metrics.items())]
-
-
-def _warning(value: float) -> str:
-    return "" if math.isfinite(value) else f";color:{RED}"
+def _figures(view: EvaluationView) -> list[Figure]:
+    values = ({} if view.loss is None else {"loss": view.loss}) | dict(view.metrics)
+    return [loss_figure(name, value) for name, value in values.items()]
 
 
 def _size(view: EvaluationView) -> str:

@@ -47,7 +47,7 @@ class Part:
 PARTS = (
     Part(name="parameters", letter="P", style="background:#5C93E6"),
     Part(name="gradients", letter="G", style="background:#BF8613"),
-    Part(name="optimizer state", letter="O", style="background:#00733D"),
+    Part(name="optimizer", letter="O", style="background:#00733D"),
     Part(name="activations", letter="A", style="background:#884D8C"),
     Part(
         name="cache",
@@ -187,7 +187,7 @@ def bar(gauge: Gauge, *, unit: MemoryUnit, largest: int, height: int = 12) -> st
     label = f"rank {gauge.rank}: {words}"
     return (
         f'<div role="img" aria-label="{escape(label)}" style="display:flex;position:relative;'
-        f"height:{height}px;min-width:90px;background:{TRACK};border-radius:3px;"
+        f"height:{height}px;min-width:70px;background:{TRACK};border-radius:3px;"
         f'overflow:hidden">{boxes}{_tick(gauge, unit, largest)}{hidden(words)}</div>'
     )
 
@@ -197,14 +197,15 @@ def breakdown(gauge: Gauge, unit: MemoryUnit) -> str:
     if gauge.memory is None:
         return f"memory {UNKNOWN}"
     sizes = zip(PARTS, parts_of(gauge.memory), strict=True)
-    return ", ".join(f"{part.name} {unit.text(size)}" for part, size in sizes) + f" {unit.name}"
+    held = ", ".join(f"{part.name} {unit.text(size)}" for part, size in sizes if size)
+    return f"{held} {unit.name}" if held else "nothing used"
 
 
 def legend() -> str:
     """Return the key to the colours."""
     entries = "".join(
         f'<span title="{MEANINGS.get(part.name, part.name)}" style="white-space:nowrap;'
-        'margin-right:12px"><span style="display:inline-block;width:9px;height:9px;'
+        'margin-right:10px"><span style="display:inline-block;width:9px;height:9px;'
         f'{part.style}"></span> {part.name}</span> '
         for part in PARTS
     )

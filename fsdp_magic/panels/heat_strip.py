@@ -32,8 +32,10 @@ def html(cells: Sequence[Heat], *, heading: str, low: str, high: str) -> str:
         low: text: what the faintest cell means.
         high: text: what the strongest cell means.
     """
+    # A few ranks fill the strip too; where many wrap, the last line is not wider than the others.
+    widest = max(14, 896 // max(1, len(cells)) - 2)
     boxes = "".join(
-        f'<span title="{escape(cell.words)}" style="flex:1 0 9px;max-width:26px;height:16px;'
+        f'<span title="{escape(cell.words)}" style="flex:1 0 9px;max-width:{widest}px;height:16px;'
         f'border-radius:2px;{_fill(cell.share)}{_edge(cell.edge)}">'
         f"{hidden(cell.words + ';')}</span>"
         for cell in cells

@@ -31,9 +31,10 @@ from fsdp_magic.panels.parts import (
     SMALL,
     card,
     escape,
+    headline,
     muted,
     notes_html,
-    one_line,
+    notes_text,
     shortened,
     text_table,
 )
@@ -50,10 +51,11 @@ def html(placement: Placement) -> str:
     lines = _fitting((_module_line(row, columns, longest) for row in rows), _MOST_ROW_BYTES)
     shown, rest = rows[: len(lines)], rows[len(lines) :]
     lines += [_rest_line(rest, columns, longest)] if rest else []
-    lines.append(_total_line(placement, columns))
+    held = _held(placement, rows)
+    lines.append(_total_line(held, columns))
     room = _MOST_BYTES - sum(len(drawn.encode()) for drawn in lines)
     content = (
-        _heading(placement)
+        _heading(placement, rows, held)
         + mosaic_table(columns, lines, what="module")
         + _details(shown, columns, room=room)
         + notes_html(_notes(placement, columns))
@@ -75,14 +77,15 @@ def text(placement: Placement) -> str:
         blanks = [""] * len(columns)
         left_out = bytes_text(sum(row.total_bytes for row in rest))
         lines.append([f"… {len(rest)} more modules", *blanks, left_out])
-    sizes = [bytes_text(placement.local_bytes[column.rank]) for column in columns]
-    lines.append(["total", *sizes, bytes_text(sum(placement.local_bytes))])
+    held = _held(placement, rows)
+    sizes = [bytes_text(held[column.rank]) for column in columns]
+    lines.append(["total", *sizes, bytes_text(sum(held))])
     return "\n".join(
         [
-            f"{one_line(placement.model)}  {_summary(placement)}",
+            f"{shortened(placement.model)}  {_summary(placement, held)}",
             *text_table(lines, left=1 + len(columns)),
             "▇ sharded  ▒ replicated  – none on this rank",
-            *(one_line(note) for note in _notes(placement, columns)),
+            *notes_text(_notes(placement, columns)),
         ]
     )
 
@@ -109,14 +112,18 @@ def _longest(rows: Sequence[ModuleRow]) -> int:
     return max((sum(held) for row in rows for held in row.held), default=0) or 1
 
 
-def _summary(placement: Placement) -> str:
+def _held(placement: Placement, rows: Sequence[ModuleRow]) -> list[int]:
+    """Return the bytes on each rank; rows have added them up over equal blocks already."""
+    return [sum(sum(row.held[rank]) for row in rows) for rank in range(placement.world_size)]
+
+
+def _summary(placement: Placement, held: Sequence[int]) -> str:
     """Return the model in numbers."""
-    held = placement.local_bytes
     mean = sum(held) / max(1, len(held))
     uneven = mean and max(held) / mean >= 1.005
     balance = f" · fullest rank {max(held) / mean:.2f}× the mean" if uneven else ""
     return (
-        f"{one_line(placement.strategy)} on {placement.world_size} "
+        f"{shortened(placement.strategy)} on {placement.world_size} "
         f"rank{'s' if placement.world_size != 1 else ''} · {len(placement.parameters)} tensors · "
         f"{count_text(placement.parameter_count)} parameters · "
         f"{bytes_text(placement.global_bytes)}{balance}"
@@ -126,20 +133,18 @@ def _summary(placement: Placement) -> str:
 # ---------------------------------------------------------------- the table
 
 
-def _heading(placement: Placement) -> str:
+def _heading(placement: Placement, rows: Sequence[ModuleRow], held: Sequence[int]) -> str:
     """Return name, numbers and the key to the bars."""
     kinds = {parameter.kind for parameter in placement.parameters}
-    empty = any(0 in parameter.local_bytes for parameter in placement.parameters)
+    empty = any(0 in tensor.placement.local_bytes for row in rows for tensor in row.tensors)
     key = [_swatch(SHARDED, "sharded")] if "sharded" in kinds else []
     key += [_swatch(REPLICATED, "replicated")] if "replicated" in kinds else []
     key += ["<span>– none on this rank</span>"] if empty else []
-    return (
-        '<div style="display:flex;flex-wrap:wrap;justify-content:space-between;gap:0px 16px;'
-        f'margin-bottom:6px"><span><b>{escape(one_line(placement.model))}</b> '
-        f'<span style="{SMALL}">{escape(_summary(placement))} </span></span>'
-        f'<span style="display:flex;flex-wrap:wrap;gap:0px 10px;font-size:12px">{" ".join(key)}'
-        "</span></div>"
+    aside = (
+        '<span style="display:flex;flex-wrap:wrap;gap:0px 10px;font-size:12px">'
+        f"{' '.join(key)}</span>"
     )
+    return headline(shortened(placement.model), summary=_summary(placement, held), aside=aside)
 
 
 def _swatch(style: str, name: str) -> str:
@@ -196,9 +201,8 @@ def _rest_line(rest: Sequence[ModuleRow], columns: Sequence[Column], longest: in
     return line(f"<b>… {len(rest)} more modules</b>", cells, total)
 
 
-def _total_line(placement: Placement, columns: Sequence[Column]) -> str:
+def _total_line(held: Sequence[int], columns: Sequence[Column]) -> str:
     """Return the row of sums."""
-    held = placement.local_bytes
     cells = "".join(
         '<td style="border:0;padding:3px 4px 2px 0;text-align:left;white-space:nowrap;'
         f'font-size:11px"><b>{bytes_text(held[column.rank])}</b></td>'
@@ -262,7 +266,7 @@ def _tensor_tip(row: ModuleRow, tensor: Tensor) -> Tip:
     placement = tensor.placement
     name = placement.name if row.blocks == 1 else f"{row.name}.{tensor.name}"
     first = escape(f"{shortened(name)} {_shape(placement.shape)}")
-    last = escape(f"{placement.dtype} {placement.kind}")
+    last = escape(f"{shortened(placement.dtype)} {placement.kind}")
 
     def tip(rank: int) -> str:
         return f"{first}&#10;rank {rank}: {_shape(placement.local_shapes[rank])} {last}"

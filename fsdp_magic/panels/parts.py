@@ -26,7 +26,11 @@ SMALL = "font-size:12px;opacity:.7"
 NUMBERS = "font-variant-numeric:tabular-nums"
 
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.?)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, marks that turn the direction of text, and halves of characters."""
+_LONGEST_NOTE = 600
 
 
 def plain(text: object) -> str:
@@ -120,6 +124,25 @@ def card(content: str, *, label: str) -> str:
     )
 
 
+def headline(title: str, *, summary: str = "", stamp: str = "", aside: str = "") -> str:
+    """Return the first line of a panel.
+
+    Args:
+        title: text.
+        summary: text beside it.
+        stamp: text at the end of the line: the time.
+        aside: HTML in its place, such as a key.
+    """
+    beside = f' <span style="{SMALL}">{escape(summary)} </span>' if summary else ""
+    end = f'<span style="flex:none;{SMALL};{NUMBERS}">{escape(shortened(stamp, 20))} </span>'
+    return (
+        f'<div style="display:flex;flex-wrap:{"wrap" if aside else "nowrap"};'
+        'justify-content:space-between;align-items:baseline;gap:0px 16px;margin-bottom:4px">'
+        f'<span style="min-width:0;overflow-wrap:break-word"><b>{escape(title)} </b>{beside}</span>'
+        f"{aside or end}</div>"
+    )
+
+
 def muted(content: str) -> str:
     """Return HTML as secondary text."""
     return f'<span style="opacity:.7">{content}</span>'
@@ -127,7 +150,7 @@ def muted(content: str) -> str:
 
 def hidden(text: str) -> str:
     """Return text that is seen only where styles are stripped, and read aloud."""
-    return f'<span style="font-size:0px">{escape(text)} </span>'
+    return f'<span style="font-size:0px;line-height:0px">{escape(text)} </span>'
 
 
 def icon(glyph: str, colour: str) -> str:
@@ -153,7 +176,7 @@ def table(head: str, rows: Iterable[str], *, fixed: bool = False) -> str:
     return (
         f'<table style="border:0;border-collapse:collapse;width:100%;margin:0;font-size:12px;'
         f'table-layout:{layout};{NUMBERS}">'
-        f'<thead style="border-bottom:{RULE}">{row(head)}</thead>'
+        f'<thead style="border-bottom:{RULE};background:transparent">{row(head)}</thead>'
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
 
@@ -183,15 +206,17 @@ def head_cell(content: str, *, style: str = "", right: bool = False) -> str:
     )
 
 
-_CELL = "border:0;padding:1px 0 1px 10px;white-space:nowrap;"
+# Notebooks set a line height of their own in tables, which would follow the font of every sign.
+_CELL = "border:0;padding:1px 0 1px 10px;white-space:nowrap;line-height:16px;"
 FIRST = "padding-left:0;"
 """Style of a cell in the first column."""
 
 
 def notes_html(notes: Sequence[str]) -> str:
     """Return sentences under a panel, one a line."""
-    lines = "".join(f"<div>{escape(one_line(note))}</div>" for note in notes)
-    return f'<div style="margin-top:6px;{SMALL}">{lines}</div>' if lines else ""
+    lines = "".join(f"<div>{escape(shortened(note, _LONGEST_NOTE))}</div>" for note in notes)
+    style = f"margin-top:6px;overflow-wrap:break-word;{SMALL}"
+    return f'<div style="{style}">{lines}</div>' if lines else ""
 
 
 # ---------------------------------------------------------------- text
@@ -207,6 +232,11 @@ def text_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
         ).rstrip()
         for line in rows
     ]
+
+
+def notes_text(notes: Sequence[str]) -> list[str]:
+    """Return the sentences under a panel as lines."""
+    return [shortened(note, _LONGEST_NOTE) for note in notes]
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

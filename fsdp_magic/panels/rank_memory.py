@@ -1,7 +1,7 @@
 """The part of a panel that shows the memory of all ranks: key, bars, numbers; pure.
 
-A column that no rank has a value for is left out. From ``MANY_RANKS`` on a row per rank is too
-much to take in: the fullest, the median and the emptiest get a row, and a strip shows all.
+What is the same on all ranks (the device, its capacity) stands above them, what no rank knows is
+left out. Of many ranks three get a row, and a strip shows all.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_magic.core.units import UNKNOWN
-from fsdp_magic.panels import heat_strip
+from fsdp_magic.core.units import UNKNOWN, bytes_text
+from fsdp_magic.panels import many_ranks
+from fsdp_magic.panels.activity import ActivityColumns
 from fsdp_magic.panels.gauges import (
     PARTS,
     Gauge,
@@ -22,11 +23,9 @@ from fsdp_magic.panels.gauges import (
     letters,
     measured,
     scale_text,
-    share,
     unit_of,
     warning,
 )
-from fsdp_magic.panels.heat_strip import Heat
 from fsdp_magic.panels.parts import (
     FIRST,
     SMALL,
@@ -38,14 +37,12 @@ from fsdp_magic.panels.parts import (
     icon,
     muted,
     number_cell,
-    one_line,
-    percent_text,
     row,
+    shortened,
     table,
     text_table,
 )
 
-MANY_RANKS = 16
 _TICK_KEY = (
     ' <span style="display:inline-block;height:9px;border-left:2px solid;margin-left:2px"></span>'
 )
@@ -61,21 +58,16 @@ def html(gauges: Sequence[Gauge], *, at_peak: bool) -> str:
     if not gauges:
         return ""
     gauges = measured(gauges)
-    shown, labels = _shown(gauges)
-    strip = ""
-    if len(shown) < len(gauges):
-        high = scale_text(gauges) or "capacity"
-        strip = heat_strip.html(_heat(gauges), heading=_heat_heading(gauges), low="0", high=high)
-    title = f"{'Memory at peak' if at_peak else 'Memory'}, {unit_of(gauges).name}"
     # The devices take what room is left, so that no name, however long, adds a line.
     rest = f"flex:1 1 60px;min-width:0;overflow:hidden;text-overflow:ellipsis;{SMALL}"
     devices = escape(_devices(gauges))
     return (
         '<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:0px 14px;'
-        f'margin:6px 0 2px 0"><b>{title} </b>{legend()}<span title="{devices}" style="{rest};'
-        f'text-align:right;white-space:nowrap">{devices}</span></div>'
-        + _table(shown, labels, at_peak=at_peak)
-        + strip
+        f'margin:6px 0px 2px 0px"><b>Memory, {unit_of(gauges).name} </b>{legend()}'
+        f'<span title="{devices}" style="{rest};text-align:right;white-space:nowrap">{devices}'
+        "</span></div>"
+        + _table(gauges, _Columns.of(gauges, at_peak=at_peak))
+        + many_ranks.strip_html(gauges)
     )
 
 
@@ -84,60 +76,21 @@ def text(gauges: Sequence[Gauge], *, at_peak: bool) -> list[str]:
     if not gauges:
         return []
     gauges = measured(gauges)
-    shown, labels = _shown(gauges)
-    lines = _lines(shown, labels, at_peak=at_peak)
-    if len(shown) < len(gauges):
-        lines += heat_strip.text(_heat(gauges), heading=_heat_heading(gauges))
-    return lines
+    lines = _lines(gauges, _Columns.of(gauges, at_peak=at_peak))
+    return [*lines, *many_ranks.strip_text(gauges)]
 
 
-def _shown(gauges: Sequence[Gauge]) -> tuple[list[Gauge], list[str]]:
-    """Return the ranks that get a bar, and their labels: all, or three of many."""
-    if len(gauges) < MANY_RANKS:
-        return list(gauges), [str(gauge.rank) for gauge in gauges]
-    largest = full_bytes(gauges)
-    ordered = sorted(
-        gauges, key=lambda gauge: (-share(gauge, gauge.highest_bytes, largest), gauge.rank)
-    )
-    chosen = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
-    words = ("worst", "median", "best")
-    return chosen, [f"{gauge.rank} {word}" for word, gauge in zip(words, chosen, strict=True)]
-
-
-def _heat(gauges: Sequence[Gauge]) -> list[Heat]:
-    unit, largest = unit_of(gauges), full_bytes(gauges)
-    return [
-        Heat(
-            share=None if gauge.memory is None else share(gauge, gauge.used_bytes or 0, largest),
-            words=f"rank {gauge.rank} {unit.text(gauge.used_bytes)} {unit.name}",
-            edge=warning(gauge)[1],
-        )
-        for gauge in gauges
-    ]
-
-
-def _heat_heading(gauges: Sequence[Gauge]) -> str:
-    return f"used memory, ranks {gauges[0].rank} to {gauges[-1].rank}"
-
-
-def _table(gauges: Sequence[Gauge], labels: Sequence[str], *, at_peak: bool) -> str:
-    """Return a table with a bar and the numbers of each rank.
-
-    Args:
-        gauges: the ranks.
-        labels: text in front of each.
-        at_peak: whether the bars show the moment of the peak and the mean activity.
-    """
-    columns = _Columns.of(gauges, at_peak=at_peak)
+def _table(gauges: Sequence[Gauge], columns: _Columns) -> str:
+    """Return a table with a bar and the numbers of each rank that gets a row."""
     unit, largest = columns.unit, full_bytes(gauges)
     rows = [
         row(
-            cell(_label(label), style=FIRST)
-            + (cell(muted(escape(one_line(gauge.device_name)))) if columns.names else "")
+            cell(many_ranks.label_html(label), style=FIRST)
+            + (cell(muted(escape(_name(gauge)))) if columns.names else "")
             + cell(bar(gauge, unit=unit, largest=largest), style="width:100%")
             + "".join(number_cell(value) for value in columns.numbers_html(gauge))
         )
-        for gauge, label in zip(gauges, labels, strict=True)
+        for gauge, label in many_ranks.shown(gauges)
     ]
     head = (
         head_cell("rank", style=FIRST)
@@ -152,31 +105,35 @@ def _table(gauges: Sequence[Gauge], labels: Sequence[str], *, at_peak: bool) -> 
 
 
 def _devices(gauges: Sequence[Gauge]) -> str:
-    """Return what the ranks run on, if they run on the same."""
-    names = {one_line(gauge.device_name) for gauge in gauges}
-    return f"{len(gauges)} × {names.pop()}" if len(names) == 1 else f"{len(gauges)} ranks"
+    """Return what the ranks run on: ``8 × NVIDIA H100, capacity 80.0 GiB``."""
+    names = {shortened(gauge.device_name) for gauge in gauges}
+    ranks = f"{len(gauges)} rank{'s' if len(gauges) != 1 else ''}"
+    devices = f"{len(gauges)} × {names.pop()}" if len(names) == 1 and "" not in names else ranks
+    capacities = {gauge.capacity_bytes for gauge in gauges}
+    capacity = capacities.pop() if len(capacities) == 1 else None
+    return devices if capacity is None else f"{devices}, capacity {bytes_text(capacity)}"
 
 
-def _label(label: str) -> str:
-    """Return a rank in bold, and what it stands for."""
-    rank, _, word = label.partition(" ")
-    return f"<b>{rank}</b> {muted(word)}" if word else f"<b>{rank}</b>"
+def _name(gauge: Gauge) -> str:
+    return shortened(gauge.device_name, 24) or UNKNOWN
 
 
-def _lines(gauges: Sequence[Gauge], labels: Sequence[str], *, at_peak: bool) -> list[str]:
+def _lines(gauges: Sequence[Gauge], columns: _Columns) -> list[str]:
     """Return the same as lines of text; see ``_table``."""
-    columns = _Columns.of(gauges, at_peak=at_peak)
     largest = full_bytes(gauges)
-    rows = [["rank", f"memory, {columns.unit.name}", *columns.heads]]
-    for gauge, label in zip(gauges, labels, strict=True):
-        rows.append([label, f"[{letters(gauge, largest=largest)}]", *columns.numbers(gauge)])
+    device = ["device"] if columns.names else []
+    scale = scale_text(gauges)
+    memory = f"memory, {columns.unit.name}" + (f", {scale}" if scale else "")
+    heads = [f"{name} |" if name == "peak used" else name for name in columns.heads]
+    rows = [["rank", *device, memory, *heads]]
+    for gauge, label in many_ranks.shown(gauges):
+        drawn = f"[{letters(gauge, largest=largest)}]"
+        name = [_name(gauge)] if columns.names else []
+        rows.append([label, *name, drawn, *columns.numbers(gauge)])
     key = "  ".join(f"{part.letter} {part.name}" for part in PARTS)
     fullest = max(gauges, key=lambda gauge: gauge.highest_bytes)
     moment = f"rank {fullest.rank}: {breakdown(fullest, columns.unit)}"
-    key += "" if at_peak else "  | peak used"
-    if scale := scale_text(gauges):
-        key += f"  {scale}"
-    return [*text_table(rows, left=2), key, moment]
+    return [_devices(gauges), *text_table(rows, left=2 + len(device)), key, moment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,42 +143,33 @@ class _Columns:
     unit: MemoryUnit
     at_peak: bool
     names: bool
-    utilisation: bool
-    temperature: bool
-    power: bool
+    capacity: bool
+    activity: ActivityColumns
 
     @classmethod
     def of(cls, gauges: Sequence[Gauge], *, at_peak: bool) -> _Columns:
         """Return the columns that some ranks need."""
-        activities = [gauge.activity for gauge in gauges]
         return cls(
             unit=unit_of(gauges),
             at_peak=at_peak,
             names=len({gauge.device_name for gauge in gauges}) > 1,
-            utilisation=any(a.utilisation_percent is not None for a in activities),
-            temperature=any(a.temperature_celsius is not None for a in activities),
-            power=any(a.power_watts is not None for a in activities),
+            capacity=len({gauge.capacity_bytes for gauge in gauges}) > 1,
+            activity=ActivityColumns.of([gauge.activity for gauge in gauges]),
         )
 
     @property
     def heads(self) -> list[str]:
         """Headings of the columns of numbers."""
         heads = ["used at peak"] if self.at_peak else ["used", "peak used"]
-        heads.append("capacity")
-        mean = "mean " if self.at_peak else ""
-        heads += [f"{mean}util"] if self.utilisation else []
-        heads += ["°C"] if self.temperature else []
-        return heads + (["W"] if self.power else [])
+        heads += ["capacity"] if self.capacity else []
+        return [*heads, *self.activity.heads(mean="mean " if self.at_peak else "")]
 
     def numbers(self, gauge: Gauge) -> list[str]:
         """Return the numbers of a rank, as text."""
         sizes = [gauge.used_bytes] if self.at_peak else [gauge.used_bytes, gauge.peak_bytes]
         values = [self.unit.text(size) for size in sizes]
-        values.append(capacity_text(gauge.capacity_bytes, self.unit))
-        activity = gauge.activity
-        values += [percent_text(activity.utilisation_percent)] if self.utilisation else []
-        values += [_whole(activity.temperature_celsius)] if self.temperature else []
-        return values + ([_whole(activity.power_watts)] if self.power else [])
+        values += [capacity_text(gauge.capacity_bytes, self.unit)] if self.capacity else []
+        return [*values, *self.activity.values(gauge.activity)]
 
     def numbers_html(self, gauge: Gauge) -> list[str]:
         """Return the numbers of a rank, as HTML; the peak carries the warning."""
@@ -232,7 +180,3 @@ class _Columns:
         values[0] = f"<b>{values[0]}</b>"
         values[peak] = mark + values[peak]
         return values
-
-
-def _whole(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.0f}"

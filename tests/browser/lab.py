@@ -28,6 +28,7 @@ Theme = Literal["JupyterLab Light", "JupyterLab Dark"]
 
 APT_LINE = "apt-get install --no-install-recommends chromium fonts-dejavu-core"
 _START_SECONDS, _STOP_SECONDS = 40.0, 15.0
+_OFFER_SECONDS = 8.0
 _MILLISECONDS = 1000
 _CHROMIUM = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage"),
@@ -218,10 +219,46 @@ class Notebook:
 
     def run_cell(self, index: int) -> None:
         """Run one cell and wait for its end."""
-        self.page.evaluate(f"{_WIDGET}.content.activeCellIndex = {index}")
-        self.command("notebook:run-cell")
+        self.start_cell(index)
         self.page.wait_for_timeout(100)
         self.wait_until_idle()
+
+    def start_cell(self, index: int) -> None:
+        """Run one cell; it goes on."""
+        self.page.evaluate(f"{_WIDGET}.content.activeCellIndex = {index}")
+        self.command("notebook:run-cell")
+
+    def wait_for_output(self, index: int, pattern: str, seconds: float = 60) -> None:
+        """Wait until the text under a cell matches a regular expression."""
+        self.page.wait_for_function(
+            "([index, pattern]) => new RegExp(pattern).test("
+            "document.querySelectorAll('.jp-Notebook .jp-Cell')[index].innerText)",
+            arg=[index, pattern],
+            timeout=seconds * _MILLISECONDS,
+        )
+
+    def reload(self) -> None:
+        """Load the page anew, as a person does whose page seems to stand still."""
+        self.page.reload()
+        self.page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=40 * _MILLISECONDS)
+        self._wait(f"{_WIDGET}?.sessionContext?.isReady", 40)
+
+    def completions(self, index: int, typed: str) -> list[str]:
+        """Type into an empty cell, press Tab, and return what the page offers."""
+        self.page.evaluate(f"{_WIDGET}.content.activeCellIndex = {index}")
+        self.settle("notebook:enter-edit-mode")
+        self.page.keyboard.type(typed)
+        self.page.keyboard.press("Tab")
+        items = self.page.locator(".jp-Completer-item .jp-Completer-match")
+        deadline = time.monotonic() + _OFFER_SECONDS
+        while not items.count() and time.monotonic() < deadline:
+            self.page.wait_for_timeout(100)
+        return items.all_inner_texts()
+
+    def clear(self) -> None:
+        """Close what the page offers, and empty the active cell."""
+        self.page.keyboard.press("Escape")
+        self.page.evaluate(f"{_WIDGET}.content.activeCell.model.sharedModel.setSource('')")
 
     def cell(self, index: int) -> Locator:
         """Return a cell."""

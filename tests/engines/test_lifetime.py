@@ -190,6 +190,11 @@ if rank == 0:
     while True: pass
 ctypes.PyDLL(None).sleep(100)
 """,
+    "without_their_fork_server": """
+import os, time
+if rank == 0: os.kill(os.getppid(), 9)
+time.sleep(100)
+""",
 }
 
 
@@ -233,14 +238,16 @@ def test_nothing_outlives_a_kernel_killed_while_its_engines_do(
     kill_and_look(process, before)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.7])
+@pytest.mark.parametrize("seconds", [0.0, 0.7, 1.5])
 def test_nothing_outlives_a_kernel_killed_while_its_engines_start(
     seconds: float, kernel: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     before = directories()
     process = kernel("1")
     assert until(
-        lambda: any("fsdp_magic.engine" in p.cmdline() for p in processes_of(process.pid)),
+        lambda: any(
+            "fsdp_magic.engine" in " ".join(p.cmdline()) for p in processes_of(process.pid)
+        ),
         seconds=20.0,
     )
     time.sleep(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from fsdp_magic.core.options import options_of
-from fsdp_magic.core.specs import EvalSpec, InitSpec, TrainSpec
+from fsdp_magic.core.specs import MAGICS, EvalSpec, InitSpec, TrainSpec
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook import magics, sessions
 
@@ -54,7 +55,7 @@ class FakeSession:
             raise self.error
 
     def __getattr__(self, verb: str) -> Callable[..., None]:
-        if verb not in ("run", "model", "shards", "status", "push", "shutdown"):
+        if verb not in ("console", "run", "model", "shards", "status", "push", "shutdown"):
             raise AttributeError(verb)
         return lambda *args, **options: self._note(verb, args, options)
 
@@ -329,33 +330,52 @@ def test_an_unknown_option_is_one_line_that_names_the_magic(
     assert session.calls == []
 
 
-@pytest.mark.parametrize("name", sorted(magics._SPECS))
-def test_help_lists_every_option_and_an_example(shell: InteractiveShell, name: str) -> None:
-    method = shell.find_magic(name, "cell") or shell.find_magic(name, "line")
-    text = shell.object_inspect(name)["docstring"] or method.__doc__
-    assert "Example:" in text
-    assert f"%{name}" in text.partition("Example:")[2]
-    for option in options_of(magics._SPECS[name]).values():
-        assert option.help in text
-        assert all(flag in text for flag in option.flags[:1])
+def help_of(shell: InteractiveShell, magic: str) -> str:
+    """Return what ``%magic?`` shows."""
+    return str(shell.object_inspect(f"%{magic.lstrip('%')}")["docstring"])
 
 
-@pytest.mark.parametrize("name", sorted(magics._EXAMPLES))
-def test_examples_in_the_help_can_be_typed(name: str) -> None:
-    line = magics._EXAMPLES[name].splitlines()[0]
-    magic, _, rest = line.partition(" ")
-    magics.parse(rest, magics._SPECS[name], magic=magic)
+@pytest.mark.parametrize("magic", MAGICS)
+def test_help_lists_every_option_and_an_example(shell: InteractiveShell, magic: str) -> None:
+    text = help_of(shell, magic)
+    words = " ".join(text.split())
+    for option in options_of(MAGICS[magic]).values():
+        assert " ".join(option.help.split()) in words
+        assert all(flag in words for flag in option.flags[:1])
+    assert all(len(line) <= 100 for line in text.splitlines())
 
 
-def test_every_magic_says_what_it_does(shell: InteractiveShell) -> None:
-    ours = {
-        name: function
-        for kind in shell.magics_manager.magics.values()
-        for name, function in kind.items()
-        if name.startswith("fsdp")
-    }
-    assert len(ours) >= 10
-    assert all(function.__doc__ for function in ours.values())
+@pytest.mark.parametrize("magic", MAGICS)
+def test_examples_in_the_help_can_be_typed(shell: InteractiveShell, magic: str) -> None:
+    example = textwrap.dedent(help_of(shell, magic).partition("Example:\n")[2])
+    typed, _, rest = example.splitlines()[0].partition(" ")
+    assert typed == magic
+    magics.parse(rest, MAGICS[magic], magic=magic)
+    compile("\n".join(example.splitlines()[1:]), "<example>", "exec")
+
+
+def ours(shell: InteractiveShell) -> set[str]:
+    """Return the names of our magics that a shell knows."""
+    kinds = shell.magics_manager.magics.values()
+    return {name for kind in kinds for name in kind if name.startswith("fsdp")}
+
+
+def test_every_magic_is_in_the_table_that_help_and_completion_read(shell: InteractiveShell) -> None:
+    assert ours(shell) == {magic.lstrip("%") for magic in MAGICS}
+
+
+def test_unloading_leaves_nothing_and_loading_again_brings_all_back(
+    shell: InteractiveShell,
+) -> None:
+    matchers = list(shell.Completer.custom_matchers)
+    shell.run_line_magic("unload_ext", "fsdp_magic")
+    assert ours(shell) == set()
+    assert "FsdpMagics" not in shell.magics_manager.registry
+    assert len(shell.Completer.custom_matchers) == len(matchers) - 1
+    for _ in range(2):
+        shell.run_line_magic("reload_ext", "fsdp_magic")
+    assert len(ours(shell)) == len(MAGICS)
+    assert len(shell.Completer.custom_matchers) == len(matchers)
 
 
 @pytest.mark.parametrize("magic", ["fsdp", "fsdp_model", "fsdp_train"])

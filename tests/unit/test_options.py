@@ -1,10 +1,24 @@
 """From a magic's line to a spec."""
 
+import inspect
+
 import pytest
 
-from fsdp_magic.core.specs import EmptySpec, InitSpec, ModelSpec, PullSpec, RunSpec, TrainSpec
+from fsdp_magic import init
+from fsdp_magic.core.options import options_of
+from fsdp_magic.core.specs import (
+    EmptySpec,
+    EvalSpec,
+    InitSpec,
+    ModelSpec,
+    PullSpec,
+    RunSpec,
+    TrainSpec,
+)
 from fsdp_magic.errors import UsageError
-from fsdp_magic.notebook.options import help_text, parse
+from fsdp_magic.notebook.help import keywords_text, options_text
+from fsdp_magic.notebook.options import parse, spec_of
+from fsdp_magic.notebook.session import Session
 
 
 def train(line: str) -> TrainSpec:
@@ -45,10 +59,75 @@ def test_an_unknown_option_names_the_nearest_one(typed: str, nearest: str) -> No
     assert f"did you mean {nearest}?" in message
 
 
-def test_an_unknown_option_like_no_other_lists_what_there_is() -> None:
+def test_an_unknown_option_like_no_other_says_where_all_are_listed() -> None:
     message = refused("--qqqqq 4")
-    assert "did you mean" not in message
-    assert "--accumulate" in message
+    assert message == "%%fsdp_train has no option --qqqqq; %fsdp_train? lists all options"
+
+
+def test_few_options_are_listed_at_once() -> None:
+    message = refused("--qqqqq 4", RunSpec, "%%fsdp")
+    assert message == "%%fsdp has no option --qqqqq; it takes --ranks, --timeout"
+
+
+@pytest.mark.parametrize(
+    ("flag", "spec", "magic", "where"),
+    [
+        ("--steps", ModelSpec, "%%fsdp_model", "%%fsdp_train has it"),
+        ("--max-steps", ModelSpec, "%%fsdp_model", "%%fsdp_train has it"),
+        ("--strategy", TrainSpec, "%%fsdp_train", "%fsdp_init and %%fsdp_model has it"),
+        ("--memory-limit", RunSpec, "%%fsdp", "%fsdp_init has it"),
+        ("--rank", RunSpec, "%%fsdp", "did you mean --ranks?"),
+    ],
+)
+def test_an_option_of_another_magic_says_whose_it_is(
+    flag: str, spec: type, magic: str, where: str
+) -> None:
+    assert f"{magic} has no option {flag}; {where}" in refused(f"{flag} 4", spec, magic)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("steps=4", "did you mean --steps?"), ("Steps", "did you mean --steps?"), ("model", "lists")],
+)
+def test_an_option_without_its_dashes_is_recognised(word: str, hint: str) -> None:
+    message = refused(f"--data d {word}")
+    assert f"does not take '{word}'" in message
+    assert hint in message
+
+
+@pytest.mark.parametrize(
+    ("line", "spec", "hint"),
+    [
+        ("--loss men", TrainSpec, "did you mean mean? It takes mean, tokens, sum"),
+        ("--strategy fullshard", ModelSpec, "did you mean full_shard?"),
+        ("--strategy ddp", ModelSpec, "it takes full_shard, shard_grad_op"),
+        ("--device gpu", InitSpec, "it takes auto, cuda, cpu"),
+        ("--device CPUs", InitSpec, "did you mean cpu?"),
+    ],
+)
+def test_a_wrong_value_says_what_is_allowed_and_the_nearest(
+    line: str, spec: type, hint: str
+) -> None:
+    assert hint in refused(line, spec, "%%m")
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "message"),
+    [
+        ({"stepz": 3}, TrainSpec, "f() has no option stepz; did you mean steps? help(f) lists all"),
+        ({"max_steps": 3}, TrainSpec, "f() has no option max_steps; did you mean steps?"),
+        ({"qqq": 3}, TrainSpec, "f() has no option qqq; help(f) lists all"),
+        ({"num": 2}, InitSpec, "f() has no option num; did you mean n?"),
+        ({"stategy": "x"}, ModelSpec, "did you mean strategy?"),
+        ({"data": 5}, TrainSpec, "--data 5 cannot work; it takes a name, as text"),
+        ({"names": 5}, ModelSpec, "5 is no name"),
+        ({"data": ""}, TrainSpec, "--data '' cannot work"),
+    ],
+)
+def test_a_wrong_keyword_is_one_line_too(options: dict, spec: type, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec_of(options, spec, call="f")
+    assert message in str(caught.value)
 
 
 def test_a_near_habit_is_answered_with_our_name() -> None:
@@ -102,7 +181,8 @@ def test_a_missing_value_is_asked_for(line: str) -> None:
     [
         ("--steps many", "--steps 'many' is not a whole number"),
         ("--steps 1.5", "--steps '1.5' is not a whole number"),
-        ("--steps=", "--steps '' is not a whole number"),
+        ("--steps=", "--steps needs a value: --steps N"),
+        ("--data=", "--data needs a value: --data NAME"),
         ("--clip big", "--max-grad-norm 'big' is not a number"),
         ("--steps -1", "--steps -1 cannot work"),
         ("--data d --no-shuffle=yes", "--no-shuffle takes no value"),
@@ -207,7 +287,25 @@ def test_values_match_choices_in_any_case() -> None:
 
 
 def test_help_shows_every_option_and_its_choices() -> None:
-    text = help_text(InitSpec)
+    text = options_text(InitSpec)
     for flag in ("-n N", "--device DEVICE", "--memory-limit SIZE", "--restart"):
         assert flag in text
-    assert "auto, cuda, cpu" in text
+    assert "(one of auto, cuda, cpu; default auto)" in " ".join(text.split())
+    assert "(default 0)" in text
+    assert "n=None" in keywords_text(InitSpec)
+
+
+def test_help_is_aligned_and_goes_on_under_its_own_column() -> None:
+    lines = options_text(TrainSpec).splitlines()
+    column = lines[0].index("a data set")
+    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
+    assert any(line[:column].isspace() for line in lines)
+
+
+def test_functions_show_the_options_as_keywords_and_in_their_help() -> None:
+    for function, spec in ((init, InitSpec), (Session.train, TrainSpec), (Session.eval, EvalSpec)):
+        keywords = inspect.signature(function).parameters
+        wanted = options_of(spec).keys() - {"output"}
+        assert wanted <= keywords.keys()
+        assert all(f"{name}=" in function.__doc__ for name in wanted)
+        assert "options" not in keywords

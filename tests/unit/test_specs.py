@@ -61,7 +61,7 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (TrainSpec, {"output": "a b"}, "-o 'a b'"),
     (TrainSpec, {"output": "if"}, "-o 'if' is not a name; give one such as -o run"),
     (TrainSpec, {"timeout": 0}, "--timeout 0 cannot work"),
-    (TrainSpec, {"loss": "median"}, "--loss 'median' is not known; it takes mean, tokens, sum"),
+    (TrainSpec, {"loss": "worst"}, "--loss 'worst' is not known; it takes mean, tokens, sum"),
     (TrainSpec, {"nan": "ignore"}, "--nan 'ignore' is not known; it takes show, stop"),
     (TrainSpec, {"scheduler_every": "batch"}, "'batch' is not known; it takes step, epoch"),
     (TrainSpec, {"data": "d", "data_sharding": "some"}, "'some' is not known; it takes auto, none"),

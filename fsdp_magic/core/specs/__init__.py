@@ -4,6 +4,10 @@ The magics, their help and the Python API all come from these fields, and each s
 values once, when it is made.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_magic.core.specs.console import ConsoleSpec
 from fsdp_magic.core.specs.evaluate import EvalSpec
 from fsdp_magic.core.specs.init import Device, InitSpec
 from fsdp_magic.core.specs.model import STRATEGY_HABITS, ModelSpec, Strategy
@@ -12,7 +16,9 @@ from fsdp_magic.core.specs.train import TrainSpec
 from fsdp_magic.core.specs.variables import EmptySpec, NamesSpec, PullSpec, ShardsSpec
 
 __all__ = [
+    "MAGICS",
     "STRATEGY_HABITS",
+    "ConsoleSpec",
     "Device",
     "EmptySpec",
     "EvalSpec",
@@ -26,3 +32,19 @@ __all__ = [
     "TrainSpec",
     "parse_ranks",
 ]
+
+MAGICS: Mapping[str, type[Any]] = {
+    "%fsdp_init": InitSpec,
+    "%%fsdp": RunSpec,
+    "%%fsdp_model": ModelSpec,
+    "%%fsdp_train": TrainSpec,
+    "%%fsdp_eval": EvalSpec,
+    "%fsdp_shards": ShardsSpec,
+    "%fsdp_status": EmptySpec,
+    "%fsdp_console": ConsoleSpec,
+    "%fsdp_push": NamesSpec,
+    "%fsdp_pull": PullSpec,
+    "%fsdp_restart": EmptySpec,
+    "%fsdp_shutdown": EmptySpec,
+}
+"""Every magic as it is typed, and the spec that its line becomes."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.wording import quoted, suggestion
 
 
 def names(value: Any) -> tuple[str, ...]:
     """Return one name or several as a tuple."""
-    return (value,) if isinstance(value, str) else tuple(value)
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, Iterable) or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"{quoted(value)} is no name; give one, or a list of them, as text")
+    return tuple(found)
 
 
 def choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise if a value is not one of those allowed."""
     if value not in allowed:
-        raise UsageError(f"{flag} {value!r} is not known; it takes {', '.join(allowed)}")
+        hint = suggestion(str(value).lower(), allowed)
+        takes = f"{'It' if hint else 'it'} takes {', '.join(allowed)}"
+        raise UsageError(f"{flag} {quoted(value)} is not known; {hint}{takes}")
 
 
 def at_least(flag: str, value: int | None, least: int) -> None:
@@ -23,7 +30,9 @@ def at_least(flag: str, value: int | None, least: int) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{flag} {value!r} cannot work; it takes a whole number from {least}")
+        raise UsageError(
+            f"{flag} {quoted(value)} cannot work; it takes a whole number from {least}"
+        )
 
 
 def above(flag: str, value: float | None, bound: float) -> None:
@@ -31,4 +40,10 @@ def above(flag: str, value: float | None, bound: float) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > bound:
-        raise UsageError(f"{flag} {value!r} cannot work; it takes a number above {bound}")
+        raise UsageError(f"{flag} {quoted(value)} cannot work; it takes a number above {bound}")
+
+
+def text(flag: str, value: object) -> None:
+    """Raise if a value is given and is no text, or an empty one."""
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise UsageError(f"{flag} {quoted(value)} cannot work; it takes a name, as text")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import option
-from fsdp_magic.core.specs.checks import above, at_least
+from fsdp_magic.core.specs.checks import above, at_least, text
+from fsdp_magic.core.wording import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,17 +19,23 @@ class DataSpec:
         "--data",
         default=None,
         takes="NAME",
+        completes="engines",
         help="a data set, DataLoader, iterable or function on the engines, or several with "
         "commas between them; binds `batch`",
         habits=("--dataset", "--train-data"),
     )
     collate: str | None = option(
-        "--collate", default=None, takes="NAME", help="a function: list of samples -> batch"
+        "--collate",
+        default=None,
+        takes="NAME",
+        completes="engines",
+        help="a function: list of samples -> batch",
     )
     micro_batch_size: int | None = option(
         "--micro-batch-size",
         default=None,
         takes="B",
+        completes="engines",
         help="samples per rank per forward; default 8, or a DataLoader's own",
         habits=("--per-device-train-batch-size", "--batch-size"),
     )
@@ -36,6 +43,7 @@ class DataSpec:
         "--timeout",
         default=None,
         takes="SECONDS",
+        completes="engines",
         help="stop after this time and raise an error",
     )
     output: str | None = option(
@@ -43,6 +51,8 @@ class DataSpec:
     )
 
     def __post_init__(self) -> None:
+        text("--data", self.data)
+        text("--collate", self.collate)
         at_least("--micro-batch-size", self.micro_batch_size, 1)
         above("--timeout", self.timeout, 0)
         if self.data is None:
@@ -50,7 +60,7 @@ class DataSpec:
                 ("--collate", self.collate), ("--micro-batch-size", self.micro_batch_size)
             )
         if self.output is not None and not _is_name(self.output):
-            raise UsageError(f"-o {self.output!r} is not a name; give one such as -o run")
+            raise UsageError(f"-o {quoted(self.output)} is not a name; give one such as -o run")
 
     def need_no_data(self, *options: tuple[str, object]) -> None:
         """Raise if an option was given that only means something with data."""
@@ -59,5 +69,5 @@ class DataSpec:
                 raise UsageError(f"{flag} needs data; add --data NAME, or leave {flag} out")
 
 
-def _is_name(text: str) -> bool:
-    return text.isidentifier() and not keyword.iskeyword(text)
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)

@@ -10,8 +10,11 @@ from fsdp_magic.core.options import option
 from fsdp_magic.core.specs.checks import at_least, choice
 from fsdp_magic.core.specs.model import ModelSpec, Strategy, known_strategy
 from fsdp_magic.core.units import parse_bytes
+from fsdp_magic.core.wording import quoted
 
 Device = Literal["auto", "cuda", "cpu"]
+_MOST_ENGINES = 4096
+"""More is a slip of the fingers, and would take the machine down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +60,16 @@ class InitSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", known_strategy(self.strategy))
+        object.__setattr__(self, "device", str(self.device).lower())
         choice("--device", self.device, get_args(Device))
         at_least("-n", self.n, 1)
+        if self.n is not None and self.n > _MOST_ENGINES:
+            raise UsageError(f"-n {quoted(self.n)} cannot work; it takes up to {_MOST_ENGINES}")
         at_least("--seed", self.seed, 0)
         if self.seed >= 2**32:
-            raise UsageError(f"--seed {self.seed} cannot work; it takes a number below 2**32")
+            raise UsageError(
+                f"--seed {quoted(self.seed)} cannot work; it takes a number below 2**32"
+            )
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit, what="--memory-limit")
             if self.device == "cuda":

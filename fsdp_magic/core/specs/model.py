@@ -27,6 +27,7 @@ class ModelSpec:
         default=(),
         takes="NAME",
         many=True,
+        completes="engines",
         help="what to shard, as dotted names; without any: every module that the cell bound",
     )
     strategy: Strategy = option(

@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import option
-from fsdp_magic.core.specs.checks import above, at_least, choice
+from fsdp_magic.core.specs.checks import above, at_least, choice, text
 from fsdp_magic.core.specs.data import DataSpec
+from fsdp_magic.core.wording import quoted
 
 DataSharding = Literal["auto", "none"]
 LossKind = Literal["mean", "tokens", "sum"]
@@ -35,12 +36,14 @@ class TrainSpec(DataSpec):
         "--tokens-per-batch",
         default=None,
         takes="N",
+        completes="engines",
         help="batches of samples of like length, at most N tokens each, padding included",
     )
     steps: int | None = option(
         "--steps",
         default=None,
         takes="N",
+        completes="engines",
         help="optimizer steps; without it and without --epochs: one epoch of --data, or 1",
         habits=("--max-steps",),
     )
@@ -48,6 +51,7 @@ class TrainSpec(DataSpec):
         "--epochs",
         default=None,
         takes="E",
+        completes="engines",
         help="times through --data",
         habits=("--num-train-epochs",),
     )
@@ -55,6 +59,7 @@ class TrainSpec(DataSpec):
         "--accumulate",
         default=1,
         takes="K",
+        completes="engines",
         help="micro-batches per optimizer step",
         habits=("--gradient-accumulation-steps",),
     )
@@ -62,12 +67,14 @@ class TrainSpec(DataSpec):
         "--global-batch-size",
         default=None,
         takes="G",
+        completes="engines",
         help="samples of all ranks per optimizer step; sets --accumulate",
     )
     max_grad_norm: float | None = option(
         "--max-grad-norm",
         default=None,
         takes="X",
+        completes="engines",
         help="clip the global gradient norm to this",
         habits=("--clip",),
     )
@@ -96,6 +103,7 @@ class TrainSpec(DataSpec):
         "--eval-every",
         default=None,
         takes="N",
+        completes="engines",
         choices=("N", "epoch"),
         help="evaluate every N steps, or after each epoch",
         habits=("--eval-steps",),
@@ -104,18 +112,21 @@ class TrainSpec(DataSpec):
         "--eval-data",
         default=None,
         takes="NAME",
+        completes="engines",
         help="evaluate this cell on these data; without it the last %%fsdp_eval again",
     )
     log: str | Callable[..., Any] | None = option(
         "--log",
         default=None,
         takes="FUNC",
+        completes="notebook",
         help="a function of the notebook, called as FUNC({...}, step=n) after every step",
     )
     after_step: str | None = option(
         "--after-step",
         default=None,
         takes="NAME",
+        completes="engines",
         help="a function on the engines, called on every rank after every optimizer step",
     )
     manual: bool = option(
@@ -130,6 +141,8 @@ class TrainSpec(DataSpec):
 
     def __post_init__(self) -> None:
         DataSpec.__post_init__(self)
+        text("--eval-data", self.eval_data)
+        text("--after-step", self.after_step)
         for flag, value in (
             ("--steps", self.steps),
             ("--epochs", self.epochs),
@@ -183,7 +196,7 @@ class TrainSpec(DataSpec):
         if isinstance(every, str):
             if every.lower() != "epoch":
                 raise UsageError(
-                    f"--eval-every {every!r} cannot work; it takes a whole number or epoch"
+                    f"--eval-every {quoted(every)} cannot work; it takes a whole number or epoch"
                 )
             object.__setattr__(self, "eval_every", "epoch")
             if self.data is None:

@@ -1,0 +1,128 @@
+"""KERNEL: ipyparallel's own road to engines, over its controller, and its client.
+
+Engines of this host have a channel, and our verbs take that. An engine of another host is
+reached here; and whatever its host, an engine is there for the person's own ``%%px``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ipyparallel
+from ipyparallel.error import RemoteError
+
+from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
+from fsdp_magic.notebook.events import Answered, Died, Events, event_of
+from fsdp_magic.notebook.launch import LoopThread
+
+_CONNECT_SECONDS = 60.0
+_OUTPUT_SECONDS = 2.0
+
+
+class ControllerRoad:
+    """Requests over ipyparallel's controller.
+
+    Args:
+        client: ipyparallel's.
+        loop: calls later.
+    """
+
+    def __init__(self, client: Any, loop: LoopThread) -> None:
+        self._client = client
+        self._loop = loop
+
+    def send(self, engine_id: int, verb: str, request: Any, events: Events) -> None:
+        """Ask an engine for a verb."""
+
+        def hook(future: Any) -> None:
+            future.iopub_callbacks.append(partial(self._publish, engine_id, events))
+
+        name = self._client._engines.get(engine_id)
+        if name is None:
+            self._presume_dead(engine_id, events)
+            return
+        future = self._client.send_apply_request(
+            self._client._mux_stream,  # not the bare socket: its stream would miss replies
+            ipyparallel.Reference(CALL_NAME),
+            args=(verb, request),
+            ident=name.encode(),
+            message_future_hook=hook,
+        )
+        future.add_done_callback(partial(self._answer, engine_id, events))
+
+    def _publish(self, engine_id: int, events: Events, message: Mapping[str, Any]) -> None:
+        """Turn a message on an engine's publishing channel into an event.
+
+        ipyparallel has kept it too, with all that came before; we are done with that.
+        """
+        event = event_of(engine_id, message)
+        if event is not None:
+            events.put(event)
+        kept = self._client.metadata.get(message["parent_header"]["msg_id"])
+        if kept is not None:
+            kept.update(stdout="", stderr="", outputs=[])
+
+    def _answer(self, engine_id: int, events: Events, future: Any) -> None:
+        """Pass a reply on once the engine's output is complete.
+
+        It is when the engine says, on the channel of its output, that it is idle. That word can
+        be lost where a reply cannot, so it is waited for a moment only.
+        """
+        passed = threading.Event()
+
+        def pass_on(*_: Any) -> None:
+            if not passed.is_set():
+                passed.set()
+                events.put(Answered(engine_id=engine_id, reply=future.result()))
+
+        reply = future.result()
+        with suppress(ValueError):  # a list that nobody else shortens
+            self._client.history.remove(future.msg_id)
+        if isinstance(reply, RemoteError) and reply.ename == "EngineError":
+            self._presume_dead(engine_id, events)
+        future.output.add_done_callback(pass_on)
+        if not passed.is_set():
+            self._loop.later(_OUTPUT_SECONDS, pass_on)
+
+    def _presume_dead(self, engine_id: int, events: Events) -> None:
+        """Count an engine as dead that the hub has given up.
+
+        The operating system says within a moment how it ended; if it does not, the process may
+        live but cannot be reached any more.
+        """
+        died = Died(engine_id=engine_id, exit_code=None)
+        self._loop.later(_OUTPUT_SECONDS, partial(events.put, died))
+
+
+def connected(info: Mapping[str, Any], directory: str, *, count: int, dead: Iterable[int]) -> Any:
+    """Return ipyparallel's client, once it knows the engines that live, and only those.
+
+    Args:
+        info: how to reach the controller.
+        directory: its profile.
+        count: of the engines that were started.
+        dead: ids of those that have ended.
+    """
+    client = ipyparallel.Client(info, profile_dir=directory, timeout=_CONNECT_SECONDS)
+    client.session.digest_history_size = DIGESTS
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while len(client.ids) < count and time.monotonic() < deadline:
+        time.sleep(0.01)  # a registration completes on a beat of the hub's heart
+    for engine_id in dead:
+        tell_of_end(client, engine_id)
+    return client
+
+
+def tell_of_end(client: Any, engine_id: int) -> None:
+    """Tell ipyparallel's hub that an engine ended, so that no ``%%px`` waits for it.
+
+    A process beside each engine, ipyparallel's nanny, would do this and no more for us. Sockets
+    belong to one thread: it is sent in the client's own.
+    """
+    message = client.session.msg("unregistration_request", content={"id": engine_id})
+    client._io_loop.add_callback(client.session.send, client._query_stream, message)

@@ -1,0 +1,200 @@
+"""KERNEL: what ``%magic?`` and ``help(session.train)`` say about options; imports no IPython."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fsdp_magic.core.options import Option, options_of
+from fsdp_magic.core.specs import MAGICS
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+_WIDTH = 98
+_NARROWEST = 40
+
+
+def options_text(spec: type[Any]) -> str:
+    """Return the options of a spec as they are typed in a magic's line, aligned."""
+    rows = [
+        (_usage(option), _described(option, default))
+        for option, default in _options_and_defaults(spec).values()
+    ]
+    return _aligned(rows)
+
+
+def keywords_text(spec: type[Any], *, without: tuple[str, ...] = ()) -> str:
+    """Return the options of a spec as the keywords of a function, aligned."""
+    rows = [
+        (f"{name}={default!r}", _described(option, None))
+        for name, (option, default) in _options_and_defaults(spec).items()
+        if name not in without
+    ]
+    return _aligned(rows)
+
+
+def takes_options(
+    spec: type[Any], *, without: tuple[str, ...] = ()
+) -> Callable[[FunctionT], FunctionT]:
+    """Return a decorator: the options of a spec are a function's keywords, also for Tab and help.
+
+    Args:
+        spec: what the function's ``**options`` are fields of.
+        without: fields that the function takes by itself, or not at all.
+    """
+
+    def decorated(function: FunctionT) -> FunctionT:
+        signature = inspect.signature(function)
+        kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        kinds = typing.get_type_hints(spec)
+        keywords = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name]
+            )
+            for name, (_, default) in _options_and_defaults(spec).items()
+            if name not in without
+        ]
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*kept, *keywords]
+        )
+        text = inspect.cleandoc(function.__doc__ or "")
+        function.__doc__ = f"{text}\n\nOptions:\n{keywords_text(spec, without=without)}\n"
+        return function
+
+    return decorated
+
+
+def _options_and_defaults(spec: type[Any]) -> dict[str, tuple[Option, Any]]:
+    defaults = {field.name: field.default for field in dataclasses.fields(spec)}
+    return {name: (option, defaults[name]) for name, option in options_of(spec).items()}
+
+
+def _aligned(rows: list[tuple[str, str]]) -> str:
+    """Return rows of two columns; what is too long goes on under its own column."""
+    width = max((len(left) for left, _ in rows), default=0)
+    lines: list[str] = []
+    for left, right in rows:
+        wrapped = textwrap.wrap(right, max(_NARROWEST, _WIDTH - width - 4))
+        lines.append(f"  {left:<{width}}  {wrapped[0]}")
+        lines.extend(f"  {'':<{width}}  {more}" for more in wrapped[1:])
+    return "\n".join(lines)
+
+
+def _usage(option: Option) -> str:
+    if option.many:
+        return f"{option.takes}…"
+    return " ".join(filter(None, (option.flags[0], option.takes)))
+
+
+def _described(option: Option, default: object) -> str:
+    """Return the help of an option with its choices, and its default where it is a value."""
+    more = [f"one of {', '.join(option.choices)}"] if len(option.choices) > 1 else []
+    if default is not None and not isinstance(default, (bool, tuple)):
+        more.append(f"default {default}")
+    return f"{option.help} ({'; '.join(more)})" if more else option.help
+
+
+def magic_help(magic: str, first: str | None) -> str:
+    """Return what ``%magic?`` shows.
+
+    Args:
+        magic: as it is typed, with its percent signs.
+        first: a line that says what it does.
+    """
+    about, example = _MAGICS[magic]
+    options = options_text(MAGICS[magic]) or "  none"
+    indented = textwrap.indent(inspect.cleandoc(example), "    ")
+    parts = [first, inspect.cleandoc(about), f"Options:\n{options}", f"Example:\n{indented}"]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+_MAGICS: dict[str, tuple[str, str]] = {
+    "%fsdp_init": (
+        """
+        The engines live until %fsdp_shutdown, or until the kernel ends. Typed again, it finds the
+        session that is running. It returns the session: session = %fsdp_init
+        """,
+        "%fsdp_init -n 2 --memory-limit 2GiB",
+    ),
+    "%%fsdp": (
+        """
+        What the ranks print is labelled, equal lines once. Cells find rank, world_size, dp_rank,
+        dp_size, device and fsdp.
+        """,
+        """
+        %%fsdp --ranks 0
+        print(rank, world_size)
+        """,
+    ),
+    "%%fsdp_model": (
+        """
+        Write the model and its optimizer as for one device: modules are sharded in place, and
+        optimizers follow them.
+        """,
+        """
+        %%fsdp_model --strategy full_shard
+        model = AutoModelForCausalLM.from_config(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        """,
+    ),
+    "%%fsdp_train": (
+        """
+        The cell is the forward pass of one micro-batch, which it finds as `batch`. Backward,
+        accumulation, clipping, optimizer and scheduler steps are done for it. It returns a Run:
+        run.losses, run.grad_norms, run.metrics. Interrupt the kernel to stop after the step.
+        A number may be given by its name on the engines: --steps n_steps
+        """,
+        """
+        %%fsdp_train --data train_data --steps 100 --accumulate 4
+        loss = model(**batch).loss
+        """,
+    ),
+    "%%fsdp_eval": (
+        """
+        The cell may bind `loss`, `metrics` (a dict of numbers) and `collect` (a dict with a row
+        per sample). It returns .loss, .metrics and .collected over all ranks.
+        """,
+        """
+        %%fsdp_eval --data val_data
+        logits = model(batch[0])
+        metrics = {"accuracy": (logits.argmax(-1) == batch[1]).float().mean()}
+        collect = {"prediction": logits.argmax(-1)}
+        """,
+    ),
+    "%fsdp_shards": (
+        "Each block, its shape, and the rows that every rank holds.",
+        "%fsdp_shards model",
+    ),
+    "%fsdp_status": (
+        "The panel of the last training run is shown again beneath it.",
+        "%fsdp_status",
+    ),
+    "%fsdp_console": (
+        """
+        Type the command in a terminal of this machine. The console waits while a cell runs; what
+        it binds, cells find; Ctrl-D leaves it.
+        """,
+        "%fsdp_console --rank 1",
+    ),
+    "%fsdp_push": (
+        "Each must be something that can be pickled.",
+        "%fsdp_push vocabulary",
+    ),
+    "%fsdp_pull": (
+        "A sharded tensor is gathered, and comes whole, on the CPU, detached.",
+        "%fsdp_pull model.lm_head.weight --rank 0",
+    ),
+    "%fsdp_restart": (
+        "Variables and models on the engines are gone afterwards.",
+        "%fsdp_restart",
+    ),
+    "%fsdp_shutdown": (
+        "Nothing of them is left, on any device. %fsdp_init starts new ones.",
+        "%fsdp_shutdown",
+    ),
+}
+"""What every magic's help says beneath its first line, and how it is used."""

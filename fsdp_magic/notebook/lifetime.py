@@ -1,0 +1,120 @@
+"""KERNEL: the life of a session's engines: started, replaced, shut down, at the latest at exit."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import weakref
+from typing import Any, Self
+
+from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.specs import InitSpec
+from fsdp_magic.notebook.engines import Engines
+from fsdp_magic.notebook.fork_server import ForkServer
+from fsdp_magic.notebook.history import History
+from fsdp_magic.notebook.world import plan_world
+
+
+class Lifetime:
+    """The engines of a session, from their start to their end.
+
+    Args:
+        spec: which engines to start.
+
+    Attributes:
+        plan: the world that was started.
+    """
+
+    def __init__(self, spec: InitSpec) -> None:
+        self.spec = spec
+        self._history = History()
+        self._names = itertools.count(1)
+        self.plan = plan_world(spec)
+        self._server: ForkServer | None = None
+        self._engines: Engines | None = None
+        self._start()
+
+    def restart(self) -> Self:
+        """Replace every engine by a fresh one; variables and models on them are gone."""
+        self._stop_engines()
+        self._history.leave_engines()
+        self._start()
+        return self
+
+    def shutdown(self) -> None:
+        """End the engines; nothing of them is left. Safe to call twice."""
+        _LIVE.discard(self)
+        self._stop_engines()
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def _start(self) -> None:
+        """Start engines, from the fork server that is there if it is in order."""
+        environment = self.plan.environment
+        if self._server is not None and not self._server.fits(environment):
+            self._server.stop()
+            self._server = None
+        if self._server is None and self.plan.forked:
+            self._server = ForkServer(environment)
+        try:
+            self._engines = Engines(self.plan, self._server)
+        except BaseException:
+            self.shutdown()
+            raise
+        _LIVE.add(self)
+
+    def _stop_engines(self) -> None:
+        if self._engines is not None:
+            self._engines.stop()
+            self._engines = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        state = "running" if self.running else "shut down"
+        return f"<{type(self).__name__}: {self.world_size} {self.plan.device} engines, {state}>"
+
+    @property
+    def running(self) -> bool:
+        """Whether there are engines."""
+        return self._engines is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether there are engines and they are in order."""
+        return self._engines is not None and self._engines.broken is None
+
+    @property
+    def engines(self) -> Engines:
+        """The engines.
+
+        Raises:
+            UsageError: if they were shut down.
+        """
+        if self._engines is None:
+            raise UsageError("the engines were shut down; type %fsdp_init to start some")
+        return self._engines
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.plan.n
+
+    @property
+    def client(self) -> Any:
+        """The ipyparallel client of the engines, for ``%%px`` and the like."""
+        return self.engines.cluster.client
+
+
+_LIVE: weakref.WeakSet[Lifetime] = weakref.WeakSet()
+
+
+@atexit.register
+def _shut_all_down() -> None:
+    for session in list(_LIVE):
+        session.shutdown()

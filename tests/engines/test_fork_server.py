@@ -1,0 +1,148 @@
+"""The fork server: what its engines share, what they do not, and what happens without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fsdp_magic.core.specs import InitSpec
+from fsdp_magic.errors import EngineDiedError
+from fsdp_magic.notebook.session import Session
+
+
+def until(done: Callable[[], Any], *, seconds: float) -> bool:
+    """Return whether something came true within a time."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def results(session: Session, code: str) -> list[str | None]:
+    return [output.result for output in session.run(code, show=False)]
+
+
+def server_pid(session: Session) -> int:
+    assert session._server is not None
+    return session._server.pid
+
+
+def test_engines_are_children_of_one_server_which_a_restart_keeps(
+    session: Session, tmp_path: Path
+) -> None:
+    server = server_pid(session)
+    (tmp_path / "persons_module.py").write_text("import os\npid = os.getpid()\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import persons_module, os"
+    session.run(code, show=False)
+    before = results(session, "(persons_module.pid, os.getppid())")
+    session.restart()
+    assert server_pid(session) == server
+    known = results(session, "import sys, os; 'persons_module' in sys.modules")
+    assert known == ["False", "False"], "what engines imported is gone with them"
+    after = results(session, "(os.getpid(), os.getppid())")
+    assert len({*before, *after}) == 4
+    assert all(text is not None and text.endswith(f", {server})") for text in (*before, *after))
+
+
+def test_chance_is_fresh_in_every_engine_and_sets_have_one_order(session: Session) -> None:
+    codes = {
+        "multiprocessing": "import multiprocessing; multiprocessing.current_process().authkey",
+        "uuid": "import uuid; uuid.uuid4()",
+        "tempfile": "import tempfile; tempfile.mktemp()",
+        "ipyparallel": "get_ipython().kernel.session.session",
+    }
+    for name, code in codes.items():
+        first, second = results(session, code)
+        assert first != second, name
+    assert len(set(results(session, "hash('a name')"))) == 1
+
+
+def test_an_engine_has_the_kernels_place_at_the_time_it_is_started(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = "import os, sys; (os.environ.get('SAID_LATER'), os.getcwd(), sys.stdin.read())"
+    here = os.getcwd()
+    assert results(session, look) == [repr((None, here, ""))] * 2
+    monkeypatch.setenv("SAID_LATER", "yes")
+    monkeypatch.chdir(tmp_path)
+    server = server_pid(session)
+    session.restart()
+    try:
+        assert results(session, look) == [repr(("yes", str(tmp_path), ""))] * 2
+        assert server_pid(session) != server, "its imports may have read what has changed"
+    finally:
+        monkeypatch.undo()
+        session.restart()
+
+
+def test_engines_outlive_their_server_and_their_own_end_is_still_seen_at_once(
+    session: Session,
+) -> None:
+    server = server_pid(session)
+    os.kill(server, signal.SIGKILL)
+    assert until(lambda: not psutil.pid_exists(server), seconds=2.0)
+    assert results(session, "import os, torch.distributed as dist; dist.barrier(); rank") == [
+        "0",
+        "1",
+    ]
+    started = time.monotonic()
+    with pytest.raises(EngineDiedError, match="rank 1"):
+        session.run("if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()", show=False)
+    assert time.monotonic() - started < 1.0
+    session.restart()
+    assert server_pid(session) != server
+    assert results(session, "rank") == ["0", "1"]
+
+
+@pytest.fixture
+def threads_in_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import sys, threading
+if "fsdp_magic.engine.fork_server" in sys.orig_argv:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+    )
+    with monkeypatch.context() as patch:
+        paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        yield
+
+
+@pytest.mark.usefixtures("threads_in_the_server")
+def test_without_a_server_that_can_fork_engines_are_started_by_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Session(InitSpec(n=1, device="cpu")) as session:
+        assert "2 threads are running in the fork server" in caplog.text
+        assert results(session, "import os; (rank, os.getppid())") == [repr((0, os.getpid()))]
+        died = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+        with pytest.raises(EngineDiedError, match="SIGSEGV") as caught:
+            session.run(died, show=False)
+        assert "Fatal Python error" in str(caught.value)
+
+
+def test_an_interrupt_while_engines_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbours = {p.pid for p in psutil.Process().children(recursive=True)}
+    timer = signal.setitimer
+    previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    timer(signal.ITIMER_REAL, 0.7)
+    try:
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            Session(InitSpec(n=2, device="cpu"))
+        assert time.monotonic() - started < 1.7
+    finally:
+        timer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    left = {p.pid for p in psutil.Process().children(recursive=True)}
+    assert left <= neighbours

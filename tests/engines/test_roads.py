@@ -1,0 +1,75 @@
+"""The channel that verbs take, and ipyparallel's own road beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import ipyparallel
+import pytest
+
+from fsdp_magic.errors import EngineDiedError
+from fsdp_magic.notebook.session import Session
+
+
+def test_output_of_every_kind_comes_whole_and_in_order_before_the_answer(session: Session) -> None:
+    code = """
+import sys
+from IPython.display import display
+for i in range(300):
+    print(i)
+print("partial", end="")
+display("shown")
+print("error", file=sys.stderr)
+"""
+    numbers = "".join(f"{i}\n" for i in range(300))
+    for _ in range(20):
+        for output in session.run(code, show=False):
+            assert output.stdout == f"{numbers}partial'shown'\n"
+            assert output.stderr == "error\n"
+
+
+def test_a_large_request_and_a_large_answer_come_whole(session: Session) -> None:
+    sent = os.urandom(5_000_000)
+    session.push(sent=sent)
+    assert session.pull("sent[::-1]") == sent[::-1]
+
+
+def test_a_cell_waits_for_the_persons_own(session: Session) -> None:
+    waiting = session.client[:].execute("import time; time.sleep(0.4); done = 1", block=False)
+    time.sleep(0.1)
+    assert [o.result for o in session.run("done", show=False)] == ["1", "1"]
+    waiting.get(timeout=5)
+
+
+def test_the_persons_own_cells_can_be_interrupted(session: Session) -> None:
+    client = session.client
+    waiting = client[:].execute("import time; time.sleep(60)", block=False)
+    time.sleep(0.3)
+    client.send_signal(signal.SIGINT, block=True)
+    with pytest.raises(ipyparallel.error.CompositeError, match="KeyboardInterrupt"):
+        waiting.get(timeout=5)
+    assert [o.result for o in session.run("rank", show=False)] == ["0", "1"]
+
+
+def test_an_engine_without_a_channel_is_reached_over_the_controller(session: Session) -> None:
+    cluster = session.engines.cluster
+    orders, cluster._orders = cluster._orders, {}
+    try:
+        outputs = session.run("print('far', rank); rank", show=False)
+    finally:
+        cluster._orders = orders
+    assert [(o.stdout, o.result) for o in outputs] == [("far 0\n", "0"), ("far 1\n", "1")]
+
+
+def test_who_waits_for_an_engine_that_dies_gets_an_error(session: Session) -> None:
+    client = session.client
+    first = client.ids[0]
+    waiting = client[first].apply_async(time.sleep, 60)
+    os.kill(session.engines.cluster.hellos[first].pid, signal.SIGKILL)
+    with pytest.raises(ipyparallel.error.RemoteError, match="EngineError: Engine"):
+        waiting.get(timeout=5)
+    assert len(client.ids) == 1
+    with pytest.raises(EngineDiedError):
+        session.run("1", show=False)
