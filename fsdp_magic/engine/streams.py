@@ -72,8 +72,6 @@ def follow_threads(streams: Streams) -> None:
 
     A pool's threads serve later cells too: theirs belongs to the cell that runs.
     """
-    if not all(hasattr(stream, "set_thread_parent") for stream in streams):
-        return  # before ipykernel 7
     start = threading.Thread.start
 
     def start_in_cell(thread: threading.Thread) -> None:
@@ -87,7 +85,8 @@ def follow_threads(streams: Streams) -> None:
 
 def _run_in_cell(streams: Streams, parent: dict[str, Any], run: Callable[[], None]) -> None:
     for stream in streams:
-        stream.set_thread_parent({"header": parent})
+        # ipykernel 7 has ``set_thread_parent``, which does this; 6 has the variable only
+        stream._parent_header.set(parent)
     run()
 
 
