@@ -32,7 +32,8 @@ from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
 from fsdp_magic.engine import cell_sources, terminal
 from fsdp_magic.engine.channel import open_channel
 from fsdp_magic.engine.interrupts import INTERRUPTS
-from fsdp_magic.engine.printing import PRINTING, WatchedStream
+from fsdp_magic.engine.printing import PRINTING
+from fsdp_magic.engine.streams import WatchedStream
 from fsdp_magic.engine.verbs import Engine
 
 _PR_SET_PDEATHSIG = 1

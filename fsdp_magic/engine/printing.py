@@ -11,70 +11,26 @@ Text of a thread that outlives its cell goes to the engine's own log.
 
 from __future__ import annotations
 
-import codecs
-import concurrent.futures.thread
 import faulthandler
-import fcntl
 import os
 import re
 import sys
-import termios
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from ipykernel.iostream import OutStream
-
 from fsdp_magic.core.protocol import PRINTED_KEY, PrintedReport
 from fsdp_magic.engine.bundles import allowed
+from fsdp_magic.engine.streams import drain, follow_threads, print_to_parent
 from fsdp_magic.engine.terminal_lines import TerminalLines
 
 LINES, BYTES = 2500, 200_000
 _TAIL_LINES, _TAIL_CHARACTERS = 10, 4000
 _LOG_BYTES = 2**28
-_UNPUBLISHED = 2_000_000
 _OURS = 1000
-_DRAIN_SECONDS = 1.0
-
-
-class WatchedStream(OutStream):
-    """A stream that also takes what C code and subprocesses write to its file descriptor.
-
-    ipykernel's does too, but not where a test of pytest has started it. And this one makes who
-    prints faster than can be published wait, where ipykernel's holds everything in memory.
-    """
-
-    def __init__(self, session: Any, pub_thread: Any, name: str) -> None:
-        super().__init__(session, pub_thread, name, watchfd="force")  # type: ignore[no-untyped-call]
-        self._unpublished = 0
-
-    def _watch_pipe_fd(self) -> None:
-        """Read what is written to the descriptor; a thread of its own runs this.
-
-        Standard error goes to the engine's log too, where a library's last words are looked for.
-        ipykernel's way also copies the other one, at any length.
-        """
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        assert self._fid is not None
-        while received := os.read(self._fid, 65536):
-            self.write(decoder.decode(received))
-            if self.name == "stderr":
-                os.write(self._original_stdstream_copy, received)
-
-    def write(self, string: str) -> int:
-        """Take text to be published."""
-        super().write(string)
-        self._unpublished += len(string)
-        if self._unpublished > _UNPUBLISHED:
-            self._unpublished = 0
-            self.flush()  # type: ignore[no-untyped-call]
-        return len(string)
 
 
 class Call:
@@ -194,9 +150,8 @@ class Printing:
             # a hook belongs to the thread that registers it, and flushes happen in that one
             stream.pub_thread.schedule(lambda s=stream: s.register_hook(self._printed))
         shell.display_pub.register_hook(self._displayed)
-        os.register_at_fork(after_in_child=self._print_to_parent)
-        if hasattr(sys.stdout, "set_thread_parent"):  # from ipykernel 7 on
-            self._follow_threads()
+        os.register_at_fork(after_in_child=lambda: print_to_parent(streams))
+        follow_threads(streams)
 
     @contextmanager
     def cell(self, name: str) -> Iterator[None]:
@@ -216,49 +171,11 @@ class Printing:
         finally:
             self._streams[0].pub_thread.schedule(lambda: self._finish(call))
 
-    def _follow_threads(self) -> None:
-        """Let what a thread prints belong to the cell that started it, also once that is over.
-
-        A pool's threads serve later cells too: theirs belongs to the cell that runs.
-        """
-        start = threading.Thread.start
-
-        def start_in_cell(thread: threading.Thread) -> None:
-            if getattr(thread, "_target", None) is not concurrent.futures.thread._worker:
-                parent = dict(self._streams[0].parent_header)
-                thread.run = partial(self._run_in_cell, parent, thread.run)  # type: ignore[method-assign]
-            start(thread)
-
-        threading.Thread.start = start_in_cell  # type: ignore[assignment, method-assign]
-
-    def _run_in_cell(self, parent: dict[str, Any], run: Callable[[], None]) -> None:
-        for stream in self._streams:
-            stream.set_thread_parent({"header": parent})
-        run()
-
-    def _print_to_parent(self) -> None:
-        """Let a forked child (a DataLoader's worker) print into its parent's descriptors.
-
-        The parent reads them; the publishing thread has no counterpart in a child.
-        """
-        for descriptor, stream in enumerate(self._streams, start=1):
-            file = open(  # noqa: SIM115  # as long as the child lives
-                descriptor, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False
-            )
-            stream.write, stream.flush = file.write, file.flush
-
     def flush(self) -> None:
         """Send everything that was printed until now, by C code and subprocesses too."""
-        self._drain()
+        drain(self._streams)
         sys.stdout.flush()
         sys.stderr.flush()
-
-    def _drain(self) -> None:
-        """Wait until the threads that read file descriptors 1 and 2 have read all there is."""
-        pipes = [fd for s in self._streams if (fd := getattr(s, "_fid", None)) is not None]
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while any(map(_waiting_bytes, pipes)) and time.monotonic() < deadline:
-            time.sleep(0.002)  # and so has the reader, when the last look finds nothing
 
     def _log_path(self, name: str) -> Path | None:
         if self.directory is None:
@@ -306,12 +223,6 @@ class Printing:
         else:
             content["data"] = allowed(content["data"])
         return message
-
-
-def _waiting_bytes(descriptor: int) -> int:
-    """Return how many bytes stand in a pipe."""
-    answer = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
-    return int.from_bytes(answer, sys.byteorder)
 
 
 PRINTING = Printing()

@@ -68,6 +68,8 @@ class RichDisplays:
     def show(self, items: Mapping[int, Shown]) -> None:
         """Show what looks the same on some ranks."""
         ranks, item = tuple(sorted(items)), next(iter(items.values()))
+        if item.update and not any(self._named_by(rank, own) for rank, own in items.items()):
+            return  # what it had that name for is gone, as on any page
         for rank in ranks if item.after_clear else ():
             self._cleared[rank] = self._recent.pop(rank, [])
         place = self._old_place(items)
@@ -75,10 +77,20 @@ class RichDisplays:
             place.handle.update(dict(item.bundle), metadata=dict(item.metadata), raw=True)
         else:
             place = self._new_place(ranks, item)
+        if place is not None:
+            self._remember(items, place)
+
+    def _remember(self, items: Mapping[int, Shown], place: _Place) -> None:
+        if not next(iter(items.values())).update:
+            self._named = {name: p for name, p in self._named.items() if p is not place}
         for rank, own in items.items():
-            if place is not None:
-                self._recent.setdefault(rank, []).append(place)
+            if own.display_id:
                 self._named[rank, own.display_id] = place
+            if not own.update:
+                self._recent.setdefault(rank, []).append(place)
+
+    def _named_by(self, rank: int, item: Shown) -> _Place | None:
+        return self._named.get((rank, item.display_id))
 
     def finish(self) -> None:
         """Say how many displays were not shown."""
@@ -90,7 +102,7 @@ class RichDisplays:
         found: list[_Place | None] = []
         for rank, item in items.items():
             if item.update:
-                found.append(self._named.get((rank, item.display_id)))
+                found.append(self._named_by(rank, item))
             else:
                 free = self._cleared.get(rank, [])
                 found.append(free.pop(0) if free else None)
