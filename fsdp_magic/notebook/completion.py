@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from fsdp_magic.core.completion import Completions
-from fsdp_magic.notebook import sessions
+from fsdp_magic.notebook import display, sessions
 from fsdp_magic.notebook.magic_line import Wanted, magic_of, wanted_at
 
 IDENTIFIER = "fsdp_magic.options"
@@ -65,8 +65,10 @@ def _matches(context: Any, shell: Any) -> Any:
 
 def _on_line(wanted: Wanted, shell: Any) -> Any:
     """Return what fits the last word of a magic's line; nothing else of IPython fits there."""
-    offers = [(offer.text, offer.about) for offer in wanted.offers]
     fragment = wanted.fragment
+    # a notebook's list has room for one word, a terminal's for a line of help
+    word = ("option" if fragment.startswith("-") else "value") if display.is_notebook() else ""
+    offers = [(offer.text, word or offer.about) for offer in wanted.offers]
     if wanted.completes == "ranks":
         session = sessions.current()
         ranks = range(session.world_size if session is not None else 0)

@@ -117,8 +117,8 @@ def _next_word(
         if name not in given and flag.startswith(typed)
     ]
     offered = [(flag, option) for flag, option in fitting if flag in own]
-    if len(typed) > len("--"):
-        offered += [(flag, option) for flag, option in fitting if flag not in own]
+    if not offered:  # what people type by habit is taken, and not taught
+        offered = fitting
     positional = next((option for option in options.values() if option.many), None)
     named = positional is not None and not fragment.startswith("-")
     return Wanted(

@@ -41,7 +41,7 @@ class Session(Inspection):
         self,
         code: str,
         *,
-        ranks: str | Sequence[int] | None = None,
+        ranks: str | int | Sequence[int] | None = None,
         timeout: float | None = None,
         show: bool = True,
         name: str = "",
@@ -50,7 +50,7 @@ class Session(Inspection):
 
         Args:
             code: the cell.
-            ranks: such as ``"0,2-3"`` or ``[0, 2]``; None: all.
+            ranks: such as ``"0,2-3"``, ``[0, 2]`` or ``1``; None: all.
             timeout: seconds after which it is stopped.
             show: print what the ranks print.
             name: file name in tracebacks; each call has one of its own.
@@ -62,7 +62,8 @@ class Session(Inspection):
             CellFailedError: if it raised on a rank; the others were released.
             EngineDiedError: if an engine died.
         """
-        text = ranks if isinstance(ranks, str) or ranks is None else ",".join(map(str, ranks))
+        listed = (ranks,) if isinstance(ranks, int) else ranks
+        text = listed if isinstance(listed, str) or listed is None else ",".join(map(str, listed))
         spec = RunSpec(**looked_up({"ranks": text, "timeout": timeout}, RunSpec, self.number))
         chosen = tuple(range(self.world_size))
         if spec.ranks is not None:

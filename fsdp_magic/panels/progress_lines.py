@@ -57,8 +57,9 @@ def html(lines: Sequence[ProgressLine], *, notes: Iterable[str] = ()) -> str:
     """Return the lines as a block; ``notes`` are lines of ours below it."""
     content = "\n".join(escape(line) for line in (*_shown(lines), *notes))
     return (
-        '<pre style="margin:0;padding:0;border:0;background:transparent;color:inherit;'
-        f'font-size:12px;line-height:1.45;white-space:pre;overflow-x:auto">{content}</pre>'
+        # as printed lines stand and look beside it
+        '<pre style="margin:0;padding:0 0 0 8px;border:0;background:transparent;color:inherit;'
+        f'font-size:13px;line-height:1.3;white-space:pre;overflow-x:auto">{content}</pre>'
     )
 
 
