@@ -148,3 +148,17 @@ def test_figures_are_shown_as_in_a_notebook(session: Session, page: Recorder) ->
     assert sorted(item for item in kinds[3:] if isinstance(item, str)) == [
         "[rank 0]", "[rank 1]", "[ranks 0-1] shown",
     ]  # fmt: skip
+
+
+def test_what_ipython_does_after_a_cell_is_done_after_ours(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run(
+        "def after(): print('after')\nget_ipython().events.register('post_execute', after)",
+        show=False,
+    )
+    try:
+        session.run("print('within')")
+        assert capsys.readouterr().out == "[ranks 0-1] within\n[ranks 0-1] after\n"
+    finally:
+        session.run("get_ipython().events.unregister('post_execute', after)", show=False)
