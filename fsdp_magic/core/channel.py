@@ -11,9 +11,10 @@ import pickle
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from fsdp_magic.core.protocol import HelloReport
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.protocol import HelloReport, Reply
 
 CHANNEL_VARIABLE = "FSDP_MAGIC_CHANNEL"
 """Environment of an engine: the number of its open descriptor; removed before cells run."""
@@ -76,6 +77,16 @@ class Finished:
 
     number: int
     reply: bytes
+
+    def answer(self) -> Reply | FsdpError:
+        """Return the reply, or the error of one that cannot be read here."""
+        try:
+            return cast(Reply, pickle.loads(self.reply))
+        except Exception as error:  # whatever an object's own unpickling raises
+            return FsdpError(
+                f"an engine's answer cannot be read in the notebook: {error}; let the cell leave "
+                "numbers, text or arrays instead"
+            )
 
 
 class ChannelClosedError(Exception):

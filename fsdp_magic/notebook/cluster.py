@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -25,12 +24,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fsdp_magic.core.channel import Asked, Finished, Published, Ready
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport, Reply
+from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
@@ -185,13 +184,18 @@ class Cluster:
         self._events = events
         for engine_id, request in requests.items():
             order = self._orders.get(engine_id)
-            if order is None:
+            if order is None or self._client_waits:
                 road = ControllerRoad(self.client, self._loop)
                 road.send(engine_id, verb, request, events)
             else:
                 asked = Asked(number=self._number, verb=verb, request=request)
                 self._channels.send(order, asked)
         return events
+
+    @property
+    def _client_waits(self) -> bool:
+        """Whether a ``%%px`` that came first is under way: the channel would overtake it."""
+        return self._client is not None and bool(self._client.outstanding)
 
     def _hear(self, order: int, message: Any) -> None:
         """Take what an engine says on its channel; runs in the thread that reads."""
@@ -209,8 +213,8 @@ class Cluster:
                 event = event_of(engine_id, message.message())
                 if event is not None:
                     events.put(event)
-            case Finished(reply=reply):
-                events.put(Answered(engine_id=engine_id, reply=_unpickled(reply)))
+            case Finished():
+                events.put(Answered(engine_id=engine_id, reply=message.answer()))
 
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
@@ -268,16 +272,6 @@ def _new_page(path: Path, world_size: int) -> memoryview:
         return memoryview(mmap.mmap(descriptor, page_bytes(world_size))).cast("Q")
     finally:
         os.close(descriptor)
-
-
-def _unpickled(reply: bytes) -> Reply | FsdpError:
-    try:
-        return cast(Reply, pickle.loads(reply))
-    except Exception as error:  # whatever an object's own unpickling raises
-        return FsdpError(
-            f"an engine's answer cannot be read in the notebook: {error}; let the cell leave "
-            "numbers, text or arrays instead"
-        )
 
 
 def _last_lines(log: str) -> str:
