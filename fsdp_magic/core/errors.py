@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdp_magic.core.protocol import CellOutput, Failure
+    from fsdp_magic.core.cell_output import CellOutput
+    from fsdp_magic.core.protocol import Failure
 
 
 class FsdpError(Exception):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ipykernel.jsonutil import encode_images, json_clean
 
-from fsdp_magic.core.protocol import ResultReport
+from fsdp_magic.core.cell_output import ResultReport
 
 LIMIT_BYTES = 5_000_000
 _WIDGET = "application/vnd.jupyter.widget-view+json"

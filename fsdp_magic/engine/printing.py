@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from fsdp_magic.core.protocol import PRINTED_KEY, PrintedReport
+from fsdp_magic.core.cell_output import PRINTED_KEY, PrintedReport
 from fsdp_magic.engine.bundles import allowed
 from fsdp_magic.engine.streams import drain, follow_threads, print_to_parent
 from fsdp_magic.engine.terminal_lines import TerminalLines

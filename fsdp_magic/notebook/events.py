@@ -9,7 +9,8 @@ from typing import Any
 
 import ipyparallel
 
-from fsdp_magic.core.protocol import PRINTED_KEY, PROGRESS_KEY, PrintedReport, Reply
+from fsdp_magic.core.cell_output import PRINTED_KEY, PrintedReport
+from fsdp_magic.core.protocol import PROGRESS_KEY, Reply
 from fsdp_magic.core.telemetry import ProgressReport
 
 

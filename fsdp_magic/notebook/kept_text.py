@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_magic.core.protocol import PrintedReport
+from fsdp_magic.core.cell_output import PrintedReport
 
 _LIMIT = 1_000_000
 """Characters. An engine sends less, unless one line is longer."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_magic.core.protocol import PrintedReport
+from fsdp_magic.core.cell_output import PrintedReport
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.kept_text import KeptText
 from fsdp_magic.notebook.progress_lines import ProgressLines

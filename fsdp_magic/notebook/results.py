@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp_magic.core.protocol import ResultReport
+from fsdp_magic.core.cell_output import ResultReport
 from fsdp_magic.notebook.output import label
 from fsdp_magic.notebook.screen import Screen
 

@@ -11,7 +11,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from fsdp_magic import errors
-from fsdp_magic.core.protocol import CellOutput, Failure
+from fsdp_magic.core.cell_output import CellOutput
+from fsdp_magic.core.protocol import Failure
 
 FAILURE = Failure(kind="raised", exception_type="ValueError", message="no")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_magic.core.protocol import PrintedReport
+from fsdp_magic.core.cell_output import PrintedReport
 from fsdp_magic.notebook.output import Output
 
 TWIN_SECONDS = 0.2

@@ -53,7 +53,7 @@ def test_equal_displays_are_shown_once_under_their_ranks() -> None:
 
 
 def test_displays_and_lines_keep_a_ranks_order() -> None:
-    from fsdp_magic.core.protocol import PrintedReport
+    from fsdp_magic.core.cell_output import PrintedReport
 
     page = Page(1)
     for text in ("a", "b"):
