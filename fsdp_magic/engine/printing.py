@@ -29,7 +29,9 @@ from fsdp_magic.engine.terminal_lines import TerminalLines
 
 LINES, BYTES = 2500, 200_000
 _TAIL_LINES, _TAIL_CHARACTERS = 10, 4000
-_LOG_BYTES = 2**28
+_LOG_BYTES, _LOGS_BYTES = 2**28, 2**30
+"""Of one cell's log, and of all of a rank; the oldest make room."""
+
 _OURS = 1000
 
 
@@ -90,6 +92,11 @@ class Call:
             with suppress(OSError):
                 self._log.close()
 
+    @property
+    def logged(self) -> tuple[Path, int] | None:
+        """The log and its characters; None if all could be sent."""
+        return (self._log_path, self._logged) if self._log_path and self._logged else None
+
     def _allowed(self, name: str, text: str) -> str:
         """Return the part of a text that may still be sent; the rest is logged and counted."""
         sent = ""
@@ -139,6 +146,7 @@ class Printing:
         self._streams: tuple[Any, ...] = ()
         self._call: Call | None = None
         self._ours: deque[str] = deque(maxlen=_OURS)
+        self._logs: deque[tuple[Path, int]] = deque()
 
     def install(self, shell: Any) -> None:
         """Stand between ipykernel's streams and what they publish; called in the main thread."""
@@ -204,6 +212,16 @@ class Printing:
             content = {"name": name, "text": "", PRINTED_KEY: asdict(report)}
             message = stream.session.msg("stream", content, parent=call.parent)
             stream.session.send(stream.pub_thread, message, ident=stream.topic)
+        if call.logged is not None:
+            self._make_room(call.logged)
+
+    def _make_room(self, log: tuple[Path, int]) -> None:
+        """Keep a log, and remove the oldest where all together are too large."""
+        self._logs.append(log)
+        while sum(size for _, size in self._logs) > _LOGS_BYTES and len(self._logs) > 1:
+            path, _ = self._logs.popleft()
+            with suppress(OSError):
+                path.unlink()
 
     def _write_engine_log(self, text: str) -> None:
         descriptor = getattr(self._streams[0], "_original_stdstream_copy", None)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_magic.engine import printing
 from fsdp_magic.engine.bundles import allowed
 from fsdp_magic.engine.printing import BYTES, LINES, Call
 
@@ -68,3 +69,14 @@ def test_what_a_notebook_cannot_show_is_a_line_that_says_what_to_do() -> None:
     assert "6.0 MB (image/png)" in large["text/plain"]
     widget = {"application/vnd.jupyter.widget-view+json": {}, "text/plain": "HBox()"}
     assert "a widget cannot work on an engine" in allowed(widget)["text/plain"]
+
+
+def test_the_oldest_logs_make_room_for_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(printing, "_LOGS_BYTES", 100)
+    shelf, paths = printing.Printing(), [tmp_path / f"{number}.txt" for number in range(4)]
+    for path in paths:
+        path.write_text("x" * 40)
+        shelf._make_room((path, 40))
+    assert [path.exists() for path in paths] == [False, False, True, True]
