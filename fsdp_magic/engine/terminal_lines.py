@@ -28,7 +28,7 @@ class _Row:
     text: str = ""
     bar: int | None = None
     returned: bool = False
-    """The cursor came back here from its end; a bar that is drawn returns once more."""
+    """The cursor came back from what was written here; a bar that is drawn returns once more."""
     revived: bool = False
     """A bar that was wiped out, and where something else is written now: an ordinary line."""
     stale: bool = False
@@ -57,6 +57,7 @@ class TerminalLines:
         self._free: list[int] = []
         self._rows = [_Row()]
         self._y = self._x = 0
+        self._wrote = False  # on this row, since the cursor came to it
         self._base: _Row | None = None
         self._parts: list[str | int] = []
         self._taken_back = 0
@@ -131,6 +132,8 @@ class TerminalLines:
         if code is not None:
             self._obey(code, token.group("count"), text)
         elif text in ("\n", "\r\n"):
+            if text == "\r\n" and self._rows[self._y].bar is not None:
+                self._return()  # not a line's end, but a bar's return before the next row
             self._down()
         elif text == "\r":
             self._return()
@@ -143,9 +146,9 @@ class TerminalLines:
         number = int(count) if count.isdecimal() else 1
         row = self._rows[self._y]
         if code == "A":
-            self._y = max(0, self._y - number)
+            self._y, self._wrote = max(0, self._y - number), False
         elif code == "B":
-            self._y = min(len(self._rows) - 1, self._y + number)
+            self._y, self._wrote = min(len(self._rows) - 1, self._y + number), False
         elif code == "G":
             self._x = max(0, number - 1)
         elif code == "C":
@@ -165,13 +168,14 @@ class TerminalLines:
         if row.text and row.bar is None:
             self._become_bar(row)
         row.revived = row.revived and not row.text.strip()
-        row.returned = self._x > 0
+        row.returned = self._x > 0 and self._wrote
         self._x = 0
         if not row.text and row.bar is None:
             self._become_bar(row)
 
     def _put(self, text: str) -> None:
         self._wipe_stale()
+        self._wrote = True
         row = self._rows[self._y]
         last = self._y == len(self._rows) - 1
         if row.bar is None and last and self._x == len(row.text) and self._base is None:
@@ -201,7 +205,7 @@ class TerminalLines:
                 self._become_bar(row)
             else:
                 self._emit(f"{row.text[row.sent :]}\n")
-        self._x = 0
+        self._x, self._wrote = 0, False
         self._y += 1
         if self._y == len(self._rows):
             self._rows.append(_Row())

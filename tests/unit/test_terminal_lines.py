@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from typing import Any
 
 import pytest
 from tqdm import tqdm
@@ -93,11 +94,22 @@ def test_nested_bars_are_two_lines_whatever_they_redraw() -> None:
     assert reader.text == ""
 
 
-def test_lines_written_between_bars_are_ordinary_text() -> None:
+class Instances(list[Any]):
+    """Bars in an order that is known; tqdm keeps a set of them, whose order is chance."""
+
+    def __init__(self, at: int | None) -> None:
+        self.add = self.append if at is None else lambda bar: self.insert(at, bar)
+
+
+@pytest.mark.parametrize("at", [0, None], ids=["newest first", "oldest first"])
+def test_lines_written_between_bars_are_ordinary_text(at: int | None) -> None:
+    class Bar(tqdm):  # type: ignore[type-arg]
+        _instances = Instances(at)
+
     stream = io.StringIO()
-    for i in tqdm(range(3), file=stream, desc="outer", mininterval=0):
-        for _ in tqdm(range(2), file=stream, desc="inner", mininterval=0, leave=False):
-            tqdm.write(f"message {i}", file=stream)
+    for i in Bar(range(3), file=stream, desc="outer", mininterval=0):
+        for _ in Bar(range(2), file=stream, desc="inner", mininterval=0, leave=False):
+            Bar.write(f"message {i}", file=stream)
     reader = Reader().feed(stream.getvalue())
     assert reader.text == "".join(f"message {i}\n" * 2 for i in range(3))
     assert [text[:11] for text in reader.shown] == ["outer: 100%"]
