@@ -26,8 +26,9 @@ import psutil
 from side_by_side import Kernel, machine, say
 
 MIB = 2**20
-BOUNDS = {"cells": 4096.0, "steps": 256.0}
-"""Bytes of resident memory that a process may grow by per cell, or per step."""
+BOUNDS = {"cells": 8192.0, "steps": 512.0}
+"""Bytes of resident memory that a process may grow by per cell, or per step: a notebook keeps what
+was typed, and a run its losses, norms and samples of each rank."""
 INTERRUPT_SECONDS = 2.0
 _SAMPLES = 50
 
@@ -79,8 +80,10 @@ class Watched:
         named |= {f"engine {rank}": psutil.Process(pid) for rank, pid in enumerate(engines)}
         known = {process.pid for process in named.values()}
         for child in psutil.Process(kernel).children(recursive=True):
-            if child.pid not in known and "controller" in " ".join(child.cmdline()):
-                named.setdefault("controller", child)
+            if child.pid not in known and child.name() == "fsdp controller":
+                named["controller"] = child
+            elif child.ppid() == kernel and "fork_server" in " ".join(child.cmdline()):
+                named["fork server"] = child
         self._processes = named
         self.samples: dict[str, list[Sample]] = {name: [] for name in named}
 
