@@ -64,16 +64,21 @@ def _tensor_bytes(value: Any) -> int:
     return 0
 
 
-def _holds_tensors(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
+    """Return whether there is a tensor in a value of which each rank holds a part."""
+    return _holds(value, DTensor)
+
+
+def _holds(value: Any, kind: type[torch.Tensor]) -> bool:
     if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
+        return any(_holds(item, kind) for item in value.values())
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor)
+        return any(_holds(item, kind) for item in value)
+    return isinstance(value, kind)
 
 
 def _gathered(value: Any) -> Any:
-    if not _holds_tensors(value):
+    if not _holds(value, torch.Tensor):
         return value
     if isinstance(value, torch.Tensor):
         local = value.full_tensor() if isinstance(value, DTensor) else value

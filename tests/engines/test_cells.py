@@ -478,6 +478,22 @@ def test_pull_takes_an_expression_and_a_rank(session: Session) -> None:
     assert session.pull("None", rank="all") == [None, None]
 
 
+def test_pull_takes_what_only_one_rank_has(session: Session) -> None:
+    session.run("import torch; mine = {'x': torch.ones(2)}", ranks=1, show=False)
+    assert session.pull("mine['x']", rank=1).tolist() == [1.0, 1.0]
+    for rank in (0, "all"):
+        with pytest.raises(CellFailedError, match="name 'mine' is not defined") as caught:
+            session.pull("mine", rank=rank)
+        assert caught.value.ranks == (0,)
+    session.model("import torch\nmodel = torch.nn.Linear(4, 4)", show=False)
+    session.run("del model", ranks=0, show=False)
+    with pytest.raises(CellFailedError, match="sharded and not there on every rank"):
+        session.pull("model.weight", rank=1)
+    with pytest.raises(CellFailedError, match="invalid syntax"):
+        session.pull("1 +")
+    assert session.pull("rank", rank=1) == 1
+
+
 def test_pull_from_a_rank_that_is_not_there_is_refused(session: Session) -> None:
     with pytest.raises(UsageError, match="--rank 2 does not exist"):
         session.pull("1", rank=2)
