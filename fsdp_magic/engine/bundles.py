@@ -7,6 +7,7 @@ from typing import Any
 from ipykernel.jsonutil import encode_images, json_clean
 
 from fsdp_magic.core.cell_output import ResultReport
+from fsdp_magic.engine.surrogates import encodable, encodable_bundle
 
 LIMIT_BYTES = 5_000_000
 _WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -41,12 +42,12 @@ def result_of(value: Any, *, shell: Any) -> ResultReport:
     """
     if value is None:
         return ResultReport()
-    text = repr(value)
+    text = encodable(repr(value))
     data, metadata = shell.display_formatter.format(value)
     if not data:  # it has a display of its own, which has happened
         return ResultReport(text=text, bundle=None)
     if set(data) == {"text/plain"}:
         return ResultReport(text=text)
-    bundle = allowed(json_clean(encode_images(data)))  # type: ignore[no-untyped-call]
-    about = json_clean(metadata)  # type: ignore[no-untyped-call]
+    bundle = encodable_bundle(allowed(json_clean(encode_images(data))))  # type: ignore[no-untyped-call]
+    about = encodable_bundle(json_clean(metadata))  # type: ignore[no-untyped-call]
     return ResultReport(text=text, bundle=bundle, metadata=about)

@@ -20,6 +20,7 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import Failure
 from fsdp_magic.engine.cell_sources import CellSource
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
+from fsdp_magic.engine.surrogates import encodable
 from fsdp_magic.engine.tracebacks import members_of, message_of, persons_traceback
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
@@ -125,13 +126,16 @@ def describe(error: BaseException) -> Failure:
         lines = traceback.format_exception_only(error)
         frames, message = "".join(lines[:-1]), str(error.msg)
     elif isinstance(error, FsdpError):
-        return Failure(kind="usage", exception_type=type(error).__name__, message=message)
+        return Failure(
+            kind="usage", exception_type=type(error).__name__, message=encodable(message)
+        )
+    notes = (*members_of(error), *getattr(error, "__notes__", ()), *_hints(message))
     return Failure(
         kind="out_of_memory" if is_out_of_memory(error) else "raised",
         exception_type=type(error).__name__,
-        message=message,
-        traceback=frames,
-        notes=(*members_of(error), *getattr(error, "__notes__", ()), *_hints(message)),
+        message=encodable(message),
+        traceback=encodable(frames),
+        notes=tuple(map(encodable, notes)),
     )
 
 

@@ -25,6 +25,7 @@ from typing import IO, Any
 from fsdp_magic.core.cell_output import PRINTED_KEY, PrintedReport
 from fsdp_magic.engine.bundles import allowed
 from fsdp_magic.engine.streams import drain, follow_threads, print_to_parent
+from fsdp_magic.engine.surrogates import encodable, encodable_bundle
 from fsdp_magic.engine.terminal_lines import TerminalLines
 
 LINES, BYTES = 2500, 200_000
@@ -197,6 +198,7 @@ class Printing:
         """Turn a stream message of a cell into a report; never swallow one: more may follow."""
         parent = message["parent_header"].get("msg_id", "")
         call, content = self._call, message["content"]
+        content["text"] = encodable(content["text"])
         if call is not None and parent == call.parent.get("msg_id", ""):
             report = call.take(content["name"], content["text"])
             content.update({"text": "", PRINTED_KEY: asdict(report)})
@@ -239,7 +241,8 @@ class Printing:
                 wait = bool(content.get("wait"))
                 self._streams[0].pub_thread.schedule(lambda: call.clear(wait=wait))
         else:
-            content["data"] = allowed(content["data"])
+            content["data"] = encodable_bundle(allowed(content["data"]))
+            content["metadata"] = encodable_bundle(content.get("metadata", {}))
         return message
 
 

@@ -292,3 +292,23 @@ def test_the_client_keeps_nothing_of_our_cells(session: Session) -> None:
     assert len(client.history) == before
     assert not client.results
     assert len(client.metadata) <= 2
+
+
+# ---------------------------------------------------------------- text that is no UTF-8
+
+
+def test_text_that_no_message_can_carry_is_spelt_out(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = r"""
+print('caf\udce9'); print('a\ud800')
+display({'text/plain': 'shown \udce9', 'application/json': {'\udce9': ['\udce9']}}, raw=True)
+'of \udce9'
+"""
+    output = session.run(code, timeout=20)[0]
+    assert output.stdout == "caf\\udce9\na\\ud800\nshown \\udce9\n"
+    assert output.result == "'of \\udce9'"
+    assert "caf\\udce9" in capsys.readouterr().out
+    with pytest.raises(CellFailedError, match=r"name \\udce9") as raised:
+        session.run(r"raise ValueError('name \udce9')", timeout=20)
+    str(raised.value).encode()
