@@ -145,6 +145,7 @@ class Printing:
         self.directory: Path | None = None
         self.rank = 0
         self._streams: tuple[Any, ...] = ()
+        self._shell: Any = None
         self._call: Call | None = None
         self._ours: deque[str] = deque(maxlen=_OURS)
         self._logs: deque[tuple[Path, int]] = deque()
@@ -152,7 +153,7 @@ class Printing:
     def install(self, shell: Any) -> None:
         """Stand between ipykernel's streams and what they publish; called in the main thread."""
         streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
-        self._streams = streams
+        self._streams, self._shell = streams, shell
         # a crash is told by the engine's log: what stands in a pipe dies with its reader
         faulthandler.enable(streams[1]._original_stdstream_copy)
         for stream in streams:
@@ -172,7 +173,10 @@ class Printing:
         if not self._streams:
             yield
             return
-        parent = dict(self._streams[0].parent_header)
+        parent = dict(self._shell.display_pub.parent_header)
+        for stream in self._streams:
+            # ipykernel tells ``sys.stdout``, which the person may have put something around
+            stream.set_parent(parent)
         self._ours.append(parent.get("msg_id", ""))
         call = self._call = Call(parent, self._log_path(name))
         try:
@@ -183,8 +187,12 @@ class Printing:
     def flush(self) -> None:
         """Send everything that was printed until now, by C code and subprocesses too."""
         drain(self._streams)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream not in self._streams:
+                with suppress(Exception):  # whatever the person has put in its place
+                    stream.flush()
+        for stream in self._streams:
+            stream.flush()
 
     def _log_path(self, name: str) -> Path | None:
         if self.directory is None:

@@ -44,6 +44,9 @@ class WatchedStream(OutStream):
         assert self._fid is not None
         fcntl.fcntl(self._fid, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
+    def close(self) -> None:
+        """Do nothing: a cell that closes its standard output must not close that of the next."""
+
     def _watch_pipe_fd(self) -> None:
         """Read what is written to the descriptor; a thread of its own runs this.
 

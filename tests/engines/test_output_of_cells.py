@@ -312,3 +312,30 @@ display({'text/plain': 'shown \udce9', 'application/json': {'\udce9': ['\udce9']
     with pytest.raises(CellFailedError, match=r"name \\udce9") as raised:
         session.run(r"raise ValueError('name \udce9')", timeout=20)
     str(raised.value).encode()
+
+
+# ---------------------------------------------------------------- streams replaced or closed
+
+
+def test_what_a_cell_puts_around_standard_output_shows_later_cells_too(session: Session) -> None:
+    code = """
+import sys
+class Tee:
+    def write(self, text): keep.write(text)
+    def flush(self): keep.flush()
+keep = sys.stdout
+sys.stdout = Tee()
+print("first")
+"""
+    try:
+        assert printed(session, code) == ("first\n", "")
+        assert printed(session, "print('later')") == ("later\n", "")
+        assert printed(session, "sys.stdout = keep; print('back')") == ("back\n", "")
+    finally:
+        session.run("sys.stdout = keep", show=False)
+
+
+def test_closing_standard_output_closes_nothing(session: Session) -> None:
+    code = "import sys; sys.stdout.close(); sys.stderr.close(); print('on')"
+    assert printed(session, code, timeout=10) == ("on\n", "")
+    assert printed(session, "print('later')") == ("later\n", "")
