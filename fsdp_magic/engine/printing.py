@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from fsdp_magic.core.cell_output import PRINTED_KEY, PrintedReport
 from fsdp_magic.engine.bundles import allowed
+from fsdp_magic.engine.display_updates import DisplayUpdates
 from fsdp_magic.engine.streams import drain, follow_threads, print_to_parent
 from fsdp_magic.engine.surrogates import encodable, encodable_bundle
 from fsdp_magic.engine.terminal_lines import TerminalLines
@@ -146,6 +147,7 @@ class Printing:
         self.rank = 0
         self._streams: tuple[Any, ...] = ()
         self._shell: Any = None
+        self._updates: DisplayUpdates | None = None
         self._call: Call | None = None
         self._ours: deque[str] = deque(maxlen=_OURS)
         self._logs: deque[tuple[Path, int]] = deque()
@@ -159,6 +161,7 @@ class Printing:
         for stream in streams:
             # a hook belongs to the thread that registers it, and flushes happen in that one
             stream.pub_thread.schedule(lambda s=stream: s.register_hook(self._printed))
+        self._updates = DisplayUpdates(shell.display_pub, streams[0].pub_thread)
         shell.display_pub.register_hook(self._displayed)
         os.register_at_fork(after_in_child=lambda: print_to_parent(streams))
         follow_threads(streams)
@@ -217,6 +220,8 @@ class Printing:
         return message
 
     def _finish(self, call: Call) -> None:
+        if self._updates is not None:
+            self._updates.finish()
         for name, report in call.finish():
             stream = next(s for s in self._streams if s.name == name)
             content = {"name": name, "text": "", PRINTED_KEY: asdict(report)}
@@ -241,17 +246,23 @@ class Printing:
 
     # -- in the main thread
 
-    def _displayed(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Look at what is displayed: its size, widgets, and the clearing of output."""
-        call, content = self._call, message["content"]
-        if message["header"]["msg_type"] == "clear_output":
+    def _displayed(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """Look at what is displayed: its size, widgets, the clearing of output, and updates."""
+        call, content, kind = self._call, message["content"], message["header"]["msg_type"]
+        updates = self._updates
+        assert updates is not None
+        if kind != "update_display_data" and updates.any_wait:
+            # in their order: a display may take over the name of an older one
+            self._streams[0].pub_thread.schedule(updates.send)
+            self._streams[0].flush()
+        if kind == "clear_output":
             if call is not None:
                 wait = bool(content.get("wait"))
                 self._streams[0].pub_thread.schedule(lambda: call.clear(wait=wait))
         else:
             content["data"] = encodable_bundle(allowed(content["data"]))
             content["metadata"] = encodable_bundle(content.get("metadata", {}))
-        return message
+        return updates.take(message) if kind == "update_display_data" else message
 
 
 PRINTING = Printing()

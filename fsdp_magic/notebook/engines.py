@@ -22,6 +22,7 @@ from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of
 from fsdp_magic.notebook.output import Output
+from fsdp_magic.notebook.rich_displays import DisplayNames
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Screen
 from fsdp_magic.notebook.world import WorldPlan
@@ -47,6 +48,7 @@ class Engines:
         self._plan = plan
         self._ranks: dict[int, int] = {}
         self._generation = 1
+        self._displays = DisplayNames()
         self._interruptions = Interruptions()
         try:
             self.cluster.start()
@@ -84,7 +86,7 @@ class Engines:
         self._check_dead(tuple(self._ranks[engine_id] for engine_id in self.cluster.dead))
         engines = {rank: engine_id for engine_id, rank in self._ranks.items()}
         asked = {engines[rank]: request for rank, request in requests.items()}
-        output = Output(sorted(requests), screen=screen)
+        output = Output(sorted(requests), screen=screen, names=self._displays)
         with self._interruptions:  # from before it is sent until the ranks are in order again
             outcome = Follower(
                 ranks={engine_id: self._ranks[engine_id] for engine_id in asked},

@@ -34,6 +34,7 @@ from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.rich_displays import Shown
 
 _TICK_SECONDS = 0.05
+_EVENTS_PER_TICK = 500
 _FORCE_AGAIN_SECONDS = 1.0
 _STUCK_SECONDS = 5.0
 """How long ranks may take to come out after one of them failed."""
@@ -144,12 +145,16 @@ class Follower:
             deadlines.give_up_by(now + _STUCK_SECONDS)
 
     def _take(self, outcome: Outcome, waiting: set[int]) -> None:
-        """Take the events that are there, waiting a moment for the first."""
+        """Take the events that are there, waiting a moment for the first.
+
+        Not without end: ranks may say more than can be shown, and an interrupt must be seen.
+        """
+        until = time.monotonic() + 2 * _TICK_SECONDS
         try:
             event = self.events.get(timeout=_TICK_SECONDS)
-            while True:
+            for _ in range(_EVENTS_PER_TICK):
                 self._handle(event, outcome, waiting)
-                if not waiting:
+                if not waiting or time.monotonic() > until:
                     return
                 event = self.events.get_nowait()
         except queue.Empty:

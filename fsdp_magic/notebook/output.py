@@ -19,7 +19,7 @@ from fsdp_magic.core.cell_output import PrintedReport
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.kept_text import KeptText
 from fsdp_magic.notebook.progress_lines import ProgressLines
-from fsdp_magic.notebook.rich_displays import RichDisplays, Shown
+from fsdp_magic.notebook.rich_displays import DisplayNames, RichDisplays, Shown
 from fsdp_magic.notebook.screen import Screen
 
 TWIN_SECONDS = 0.2
@@ -58,16 +58,19 @@ class Output:
     Args:
         ranks: the ranks that may print.
         screen: where it is shown.
+        names: of the displays of earlier cells, which this one may update; None: of none.
     """
 
-    def __init__(self, ranks: Sequence[int], *, screen: Screen) -> None:
+    def __init__(
+        self, ranks: Sequence[int], *, screen: Screen, names: DisplayNames | None = None
+    ) -> None:
         self._screen = screen
         self._ranks = tuple(ranks)
         self._whole: dict[int, deque[_Item]] = {rank: deque() for rank in ranks}
         self._partial: dict[int, _Line | None] = dict.fromkeys(ranks)
         self._kept = {rank: {"stdout": KeptText(), "stderr": KeptText()} for rank in ranks}
         self._progress = ProgressLines(screen)
-        self._displays = RichDisplays(screen)
+        self._displays = RichDisplays(screen, names or DisplayNames())
         self._cleared: set[int] = set()
         self._lines_left, self._characters_left = LINES, CHARACTERS
         self._hidden = dict.fromkeys(ranks, 0)
@@ -140,6 +143,7 @@ class Output:
         if self._is_full and now - self._counted_at >= _COUNT_SECONDS:
             self._counted_at = now
             self._progress.note(self._more_text())
+        self._displays.tick(now)
         self._progress.tick(now)
         self._screen.flush()
 

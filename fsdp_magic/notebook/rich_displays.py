@@ -1,8 +1,9 @@
 """KERNEL: what ranks display: figures, tables, HTML, each bundle of several ranks once.
 
 A display that a rank updates, or that follows its ``clear_output``, takes the place of the one
-before, so a live plot stays where it is. ``clear_output`` clears nothing else: not the lines, not
-what other ranks showed, not our panels.
+before, so a live plot stays where it is; it is drawn at most four times a second. An update may
+come in a later cell. ``clear_output`` clears nothing else: not the lines, not what other ranks
+showed, not our panels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from fsdp_magic.notebook.screen import Screen
 
 _LIMIT = 200
 """New displays per cell; beyond, a page hardly scrolls, and the file grows by each of them."""
+_FRAME_SECONDS = 0.25
+_NAMES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,38 @@ class Shown:
 class _Place:
     ranks: tuple[int, ...]
     handle: Any
+    newest: Shown | None = None
+    """What is still to be drawn."""
+    drawn_at: float = float("-inf")
+
+    def draw(self) -> None:
+        """Draw what is still to be drawn."""
+        item, self.newest = self.newest, None
+        if item is not None:
+            self.handle.update(dict(item.bundle), metadata=dict(item.metadata), raw=True)
+
+
+class DisplayNames:
+    """Where displays that have a name are, over the cells of a session; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, str], _Place] = {}
+
+    def place(self, rank: int, name: str) -> _Place | None:
+        """Return where a rank's display of that name is; None: it is gone."""
+        return self._places.get((rank, name))
+
+    def put(self, rank: int, name: str, place: _Place) -> None:
+        """Remember where a rank's display of that name is."""
+        self._places.pop((rank, name), None)
+        self._places[rank, name] = place
+        if len(self._places) > _NAMES:
+            del self._places[next(iter(self._places))]
+
+    def forget(self, place: _Place) -> None:
+        """Forget the names of a place where something else is shown."""
+        for key in [key for key, other in self._places.items() if other is place]:
+            del self._places[key]
 
 
 class RichDisplays:
@@ -56,11 +91,13 @@ class RichDisplays:
 
     Args:
         screen: where they are shown.
+        names: of displays, those of earlier cells too.
     """
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: Screen, names: DisplayNames) -> None:
         self._screen = screen
-        self._named: dict[tuple[int, str], _Place] = {}
+        self._names = names
+        self._changed: dict[int, _Place] = {}
         self._recent: dict[int, list[_Place]] = {}
         self._cleared: dict[int, list[_Place]] = {}
         self._count = 0
@@ -74,26 +111,38 @@ class RichDisplays:
             self._cleared[rank] = self._recent.pop(rank, [])
         place = self._old_place(items)
         if place is not None:
-            place.handle.update(dict(item.bundle), metadata=dict(item.metadata), raw=True)
+            place.newest = item
+            self._changed[id(place)] = place
         else:
             place = self._new_place(ranks, item)
         if place is not None:
             self._remember(items, place)
 
+    def tick(self, now: float) -> None:
+        """Draw the newest update of each place that was not drawn for a quarter of a second."""
+        for key, place in list(self._changed.items()):
+            if now - place.drawn_at >= _FRAME_SECONDS:
+                place.drawn_at = now
+                place.draw()
+                del self._changed[key]
+
     def _remember(self, items: Mapping[int, Shown], place: _Place) -> None:
         if not next(iter(items.values())).update:
-            self._named = {name: p for name, p in self._named.items() if p is not place}
+            self._names.forget(place)
         for rank, own in items.items():
             if own.display_id:
-                self._named[rank, own.display_id] = place
+                self._names.put(rank, own.display_id, place)
             if not own.update:
                 self._recent.setdefault(rank, []).append(place)
 
     def _named_by(self, rank: int, item: Shown) -> _Place | None:
-        return self._named.get((rank, item.display_id))
+        return self._names.place(rank, item.display_id)
 
     def finish(self) -> None:
-        """Say how many displays were not shown."""
+        """Draw what is still to be drawn, and say how many displays were not shown."""
+        for place in self._changed.values():
+            place.draw()
+        self._changed.clear()
         if self._count > _LIMIT:
             self._screen.write("stdout", f"… {self._count - _LIMIT:,} more displays\n")
 

@@ -162,3 +162,34 @@ def test_what_ipython_does_after_a_cell_is_done_after_ours(
         assert capsys.readouterr().out == "[ranks 0-1] within\n[ranks 0-1] after\n"
     finally:
         session.run("get_ipython().events.unregister('post_execute', after)", show=False)
+
+
+def test_a_loop_of_updates_does_not_drown_the_page(session: Session, page: Recorder) -> None:
+    code = """
+import time
+from IPython.display import HTML
+handle = display(HTML("0"), display_id=True)
+publisher, sent, until = get_ipython().display_pub, [], time.monotonic() + 0.6
+send = publisher.session.send
+publisher.session.send = lambda stream, message, *args, **kwargs: (
+    sent.append(message["msg_type"]), send(stream, message, *args, **kwargs))
+i = 0
+while time.monotonic() < until:
+    i += 1
+    handle.update(HTML(f"number {i}"))
+display(HTML(f"after {i}"))
+del publisher.session.send
+(i, sent.count("update_display_data"))
+"""
+    i, sent = eval(str(session.run(code, ranks="0", timeout=20)[0].result))
+    assert i > 50
+    assert sent <= 5
+    assert page.items[:4] == ["[rank 0]", html(f"number {i}"), "[rank 0]", html(f"after {i}")]
+
+
+def test_a_later_cell_updates_what_an_earlier_one_displayed(
+    session: Session, page: Recorder
+) -> None:
+    session.run("from IPython.display import HTML\nhandle = display(HTML('a'), display_id=True)")
+    session.run("handle.update(HTML('b')); print('updated')")
+    assert page.items == ["[ranks 0-1]", html("b"), "[ranks 0-1] updated"]

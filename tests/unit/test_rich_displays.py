@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_magic.notebook.output import Output
-from fsdp_magic.notebook.rich_displays import Shown
+from fsdp_magic.notebook.rich_displays import DisplayNames, Shown
 
 
 class Page:
@@ -126,3 +126,44 @@ def test_where_there_is_no_page_the_text_is_printed() -> None:
     page.output.finish()
     assert page.items == ["[ranks 0-1] a table\n"]
     assert page.output.collected(1, "stdout") == "a table\n"
+
+
+def test_a_place_is_drawn_four_times_a_second_and_in_the_end_with_the_newest() -> None:
+    page = Page(1)
+    page.show(0, "0", display_id="x")
+    drawn = []
+    for i in range(1, 1001):
+        page.show(0, str(i), display_id="x", update=True)
+        page.output.show(now=i / 1000)
+        drawn.append(page.items[-1])
+    assert len(set(drawn)) <= 5
+    page.output.finish()
+    assert page.items == ["[rank 0]\n", "1000"]
+
+
+def test_a_later_cell_updates_what_an_earlier_one_displayed() -> None:
+    page, names = Page(2), DisplayNames()
+    page.output = Output(range(2), screen=page, names=names)
+    for rank in (0, 1):
+        page.show(rank, "old", display_id=f"id {rank}")
+    page.output.finish()
+    page.output = Output(range(2), screen=page, names=names)
+    for rank in (0, 1):
+        page.show(rank, "new", display_id=f"id {rank}", update=True)
+    page.output.finish()
+    assert page.items == ["[ranks 0-1]\n", "new"]
+
+
+def test_names_of_displays_are_not_kept_without_end() -> None:
+    page, names = Page(1), DisplayNames()
+    for cell in range(20):
+        page.output = Output(range(1), screen=page, names=names)
+        for i in range(100):
+            page.show(0, "old", display_id=f"{cell} {i}")
+        page.output.finish()
+    page.items.clear()
+    page.output = Output(range(1), screen=page, names=names)
+    page.show(0, "lost", display_id="0 0", update=True)
+    assert page.items == []
+    assert names.place(0, "19 99") is not None
+    assert names.place(0, "0 0") is None
