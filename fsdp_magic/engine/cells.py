@@ -19,6 +19,7 @@ from typing import Any
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import Failure
 from fsdp_magic.engine.cell_sources import CellSource
+from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
 from fsdp_magic.engine.surrogates import encodable
 from fsdp_magic.engine.tracebacks import members_of, message_of, persons_traceback
@@ -65,11 +66,12 @@ class Cell:
 
     def run(self, namespace: dict[str, Any]) -> Any:
         """Execute in a namespace, and return the value of the last expression."""
-        try:
-            exec(self.body, namespace)
-        finally:
-            self.source.note_classes({n: namespace[n] for n in self.assigned if n in namespace})
-        return eval(self.last, namespace) if self.last is not None else None
+        with children_end():
+            try:
+                exec(self.body, namespace)
+            finally:
+                self.source.note_classes({n: namespace[n] for n in self.assigned if n in namespace})
+            return eval(self.last, namespace) if self.last is not None else None
 
 
 def compile_cell(code: str, name: str, *, shell: Any) -> Cell:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fsdp_magic.engine import cells
+from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
@@ -91,7 +92,8 @@ class State:
             if hidden:
                 _say_hidden(hidden)
             try:
-                yield
+                with children_end():
+                    yield
                 for model in self.living_models():
                     fsdp.reshard(model)
             except BaseException as error:

@@ -339,3 +339,42 @@ def test_closing_standard_output_closes_nothing(session: Session) -> None:
     code = "import sys; sys.stdout.close(); sys.stderr.close(); print('on')"
     assert printed(session, code, timeout=10) == ("on\n", "")
     assert printed(session, "print('later')") == ("later\n", "")
+
+
+# ---------------------------------------------------------------- forked children
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "told"),
+    [
+        ("raise ValueError('in child')", 1, "ValueError: in child"),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no luck')", 1, "no luck"),
+        ("print('reached the end')", 0, ""),
+    ],
+)
+def test_a_child_that_a_cell_forks_ends_where_the_cell_ends(
+    session: Session, ending: str, status: int, told: str
+) -> None:
+    fork = f"import os, sys\npid = os.fork()\nif pid == 0:\n    {ending}\nelse:\n    "
+    code = f"{fork}print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    stdout, stderr = printed(session, code, timeout=20)
+    assert stdout.endswith(f"{status}\n")
+    assert told in stderr
+    assert printed(session, "print('still one')") == ("still one\n", "")
+
+
+def test_a_child_forked_in_a_training_cell_has_no_vote(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run("import os, torch\nw = torch.ones(1, requires_grad=True)")
+    session.run("opt = torch.optim.SGD([w], 0.1)")
+    code = """
+pid = os.fork()
+if pid == 0:
+    raise ValueError("in child")
+os.waitpid(pid, 0)
+loss = w.sum()
+"""
+    assert session.train(code, steps=2, timeout=20).state == "done"
+    assert capsys.readouterr().err.count("ValueError: in child") in (2, 3, 4)
