@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fsdp_magic.engine import cells
+from fsdp_magic.engine.cell_events import CellEvents
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
@@ -77,13 +78,21 @@ class State:
         self._handle = FsdpInCells(world.rank, world.world_size)
 
     @contextmanager
-    def cell(self, values: Mapping[str, Any], *, tick: Tick | None = None) -> Iterator[None]:
+    def cell(
+        self, values: Mapping[str, Any], *, code: str | None = None, tick: Tick | None = None
+    ) -> Iterator[None]:
         """Run the person's code inside: names bound, peers watched.
 
         If it raises, the transports are given up, so that no peer goes on waiting. Afterwards
         gathered parameters are freed, so that the next cell sees the shards.
+
+        Args:
+            values: names that it finds.
+            code: the cell, for what listens to IPython's events; None: no cell.
+            tick: called by the service thread.
         """
         assert self._service is not None
+        events = CellEvents(self.shell, code)
         with (
             cells.outside_event_loop(),
             self.names.bound(values) as hidden,
@@ -92,34 +101,37 @@ class State:
             if hidden:
                 _say_hidden(hidden)
             try:
+                events.before()
                 with children_end():
                     yield
                 for model in self.living_models():
                     fsdp.reshard(model)
             except BaseException as error:
                 INTERRUPTS.close()
+                events.failed(error)
                 if self.world.released and is_broken_transport(error):
                     # a peer let go first, and the collective that waited for it broke
                     raise ReleasedByPeerError from None
                 self.world.release()
                 raise
             finally:
-                self.shell.events.trigger("post_execute")  # matplotlib shows its figures then
+                events.after()
                 PRINTING.flush()
 
     @contextmanager
     def training_cell(
-        self, values: Mapping[str, Any], *, kept: bool, tick: Tick | None = None
+        self, values: Mapping[str, Any], *, code: str, kept: bool, tick: Tick | None = None
     ) -> Iterator[None]:
         """Run a training or evaluation cell inside; see ``cell``.
 
         Args:
             values: names that it finds.
+            code: the cell.
             kept: whether the random state of training goes on from where it ends.
             tick: called by the service thread.
         """
         with (
-            self.cell(values, tick=tick),
+            self.cell(values, code=code, tick=tick),
             self.names.set_aside(BINDABLE) as aside,
             self.randomness.in_place(kept=kept),
         ):

@@ -98,7 +98,7 @@ def join(engine: Engine, request: JoinRequest) -> Reply:
 
 def run(engine: Engine, request: RunRequest) -> Reply:
     """Run a cell as ordinary Python; the report is its ``ResultReport``."""
-    with engine.cell(engine.names_of_cells()), INTERRUPTS.allowed():
+    with engine.cell(engine.names_of_cells(), code=request.code), INTERRUPTS.allowed():
         cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
         result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
     return Reply(rank=engine.world.rank, report=result)
@@ -109,7 +109,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    with engine.cell(engine.names_of_cells()):
+    with engine.cell(engine.names_of_cells(), code=request.code):
         with INTERRUPTS.allowed():
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
             result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
@@ -143,7 +143,7 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
     kept = not request.spec.trial
     values = {**engine.names_of_cells(), **run.names()}
     try:
-        with engine.training_cell(values, kept=kept, tick=run.tick), run:
+        with engine.training_cell(values, code=request.code, kept=kept, tick=run.tick), run:
             cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
             asked = request.evaluation
             run.prepare(
@@ -183,7 +183,7 @@ def evaluate(engine: Engine, request: EvalRequest) -> Reply:
     }
     if request.spec.data is not None:
         names["batch"] = None
-    with engine.training_cell({**engine.names_of_cells(), **names}, kept=False):
+    with engine.training_cell({**engine.names_of_cells(), **names}, code=request.code, kept=False):
         cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
         evaluator = Evaluator(
             cell=cell,

@@ -619,3 +619,45 @@ def test_values_of_dict_like_classes_come_as_they_are(session: Session) -> None:
     assert session.pull("collections.Counter('aab')") == {"a": 2, "b": 1}
     assert session.pull("collections.defaultdict(list, a=[1])")["missing"] == []
     assert session.pull("collections.OrderedDict(x=torch.ones(2))")["x"].tolist() == [1.0, 1.0]
+
+
+def test_autoreload_sees_what_changed_in_a_file(session: Session, tmp_path: Path) -> None:
+    module = tmp_path / "changing_module.py"
+    module.write_text("def value(): return 'old'\n")
+    session.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})", show=False)
+    try:
+        session.run("%load_ext autoreload\n%autoreload 2\nimport changing_module", show=False)
+        session.run("pass", show=False)
+        module.write_text("def value(): return 'much newer'\n")
+        os.utime(module, ns=(time.time_ns(), time.time_ns() + 5_000_000_000))
+        assert session.run("changing_module.value()", show=False)[0].result == "'much newer'"
+    finally:
+        session.run(
+            "%autoreload 0\nsys.path.pop(0)\ndel sys.modules['changing_module']", show=False
+        )
+
+
+def test_what_listens_to_cells_hears_each_once(session: Session) -> None:
+    session.run("""
+heard = []
+def before(info): heard.append(info.raw_cell)
+def after(result): heard.append(type(result.error_in_exec).__name__)
+get_ipython().events.register("pre_run_cell", before)
+get_ipython().events.register("post_run_cell", after)
+import torch
+w = torch.ones(1, requires_grad=True)
+opt = torch.optim.SGD([w], 0.1)
+""")
+    try:
+        session.train("loss = w.sum()", steps=3)
+        with pytest.raises(CellFailedError):
+            session.run("1 / 0", show=False)
+        session.pull("w")
+        heard = session.pull("heard")
+    finally:
+        session.run(
+            "get_ipython().events.unregister('pre_run_cell', before)\n"
+            "get_ipython().events.unregister('post_run_cell', after)",
+            show=False,
+        )
+    assert heard == ["NoneType", "loss = w.sum()", "NoneType", "1 / 0", "ZeroDivisionError"]
