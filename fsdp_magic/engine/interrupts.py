@@ -2,7 +2,8 @@
 
 ipykernel swaps the handler around every message, and an interrupt that arrives between the end
 of a cell and its reply loses the reply. So an engine has one handler for good: it raises in the
-main thread while the person's code runs there, and is ignored at any other time.
+main thread while the person's code runs there, and is ignored at any other time. One that a cell
+puts in its place stands until that cell is over.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Interrupts:
     @contextmanager
     def allowed(self) -> Iterator[None]:
         """Let SIGINT raise while the person's code runs in here."""
+        self._keep()
         self._released = False
         self._open = True
         try:
             yield
         finally:
             self._open = False
+            self._keep()
 
     def close(self) -> None:
         """Ignore SIGINT from here on, whatever happened before."""
@@ -61,6 +64,11 @@ class Interrupts:
         main = threading.main_thread().ident
         if self._open and main is not None:
             signal.pthread_kill(main, signal.SIGINT)
+
+    def _keep(self) -> None:
+        """Become the handler again where a cell has put its own in place; in the main thread."""
+        if signal.getsignal(signal.SIGINT) != self._handle:
+            self.install()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._open:

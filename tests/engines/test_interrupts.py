@@ -167,3 +167,10 @@ loss = model(torch.ones(2, 3)).sum()
     session.run("stuck = False", show=False)
     again = session.train(cell, steps=3, show=False)
     assert (again.state, again.steps, again.first_step) == ("done", 3, 2)
+
+
+def test_a_handler_that_a_cell_installs_ends_with_it(session: Session) -> None:
+    session.run("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)", show=False)
+    with interrupted_after(0.5), pytest.raises(CellInterrupted):
+        session.run("import time; time.sleep(8)", show=False)
+    check_usable(session)
