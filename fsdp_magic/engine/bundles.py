@@ -6,7 +6,7 @@ from typing import Any
 
 from ipykernel.jsonutil import encode_images, json_clean
 
-from fsdp_magic.core.cell_output import ResultReport
+from fsdp_magic.core.cell_output import ResultReport, shortened
 from fsdp_magic.engine.surrogates import encodable, encodable_bundle
 
 LIMIT_BYTES = 5_000_000
@@ -42,7 +42,7 @@ def result_of(value: Any, *, shell: Any) -> ResultReport:
     """
     if value is None:
         return ResultReport()
-    text = encodable(repr(value))
+    text = encodable(shortened(repr(value)))
     data, metadata = shell.display_formatter.format(value)
     if not data:  # it has a display of its own, which has happened
         return ResultReport(text=text, bundle=None)

@@ -22,14 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from fsdp_magic.core.cell_output import PRINTED_KEY, PrintedReport
+from fsdp_magic.core.cell_output import CHARACTERS, LINES, PRINTED_KEY, PrintedReport, line_end
 from fsdp_magic.engine.bundles import allowed
 from fsdp_magic.engine.display_updates import DisplayUpdates
 from fsdp_magic.engine.streams import drain, follow_threads, print_to_parent
 from fsdp_magic.engine.surrogates import encodable, encodable_bundle
 from fsdp_magic.engine.terminal_lines import TerminalLines
 
-LINES, BYTES = 2500, 200_000
 _TAIL_LINES, _TAIL_CHARACTERS = 10, 4000
 _LOG_BYTES, _LOGS_BYTES = 2**28, 2**30
 """Of one cell's log, and of all of a rank; the oldest make room."""
@@ -52,7 +51,7 @@ class Call:
         self._logged = 0
         self._streams = {"stdout": TerminalLines(), "stderr": TerminalLines()}
         self._kept: list[str] = []
-        self._lines_left, self._bytes_left = LINES, BYTES
+        self._lines_left, self._bytes_left = LINES, CHARACTERS
         self._left_out = 0
         self._tail: dict[str, str] = {"stdout": "", "stderr": ""}
 
@@ -80,6 +79,7 @@ class Call:
         """Yield the last reports, by stream; nothing if nothing is left to say."""
         for name, lines in self._streams.items():
             bars, tail = lines.changed_bars(), self._tail[name]
+            tail = "\n".join(map(line_end, tail.split("\n")))
             if bars is not None or tail:
                 yield (
                     name,

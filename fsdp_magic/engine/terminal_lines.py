@@ -16,6 +16,8 @@ _ROWS = 64
 """Rows that can be gone back to; a notebook has no screen, so this is its height."""
 _BARS, _NEW_BARS = 20, 200
 _BAR_CHARACTERS = 500
+_COLUMNS = 10_000
+"""Of a line that is gone back to; a sequence may ask for any column, and pads the line up to it."""
 _MOVES = re.compile(r"\r(?!\n)|\x08|\x1b\[[0-9;]*[ABCDFGHJKf]")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOKENS = re.compile(
@@ -143,7 +145,7 @@ class TerminalLines:
             self._put(text)
 
     def _obey(self, code: str, count: str, sequence: str) -> None:
-        number = int(count) if count.isdecimal() else 1
+        number = min(int(count[:9]), _COLUMNS) if count.isdecimal() else 1
         row = self._rows[self._y]
         if code == "A":
             self._y, self._wrote = max(0, self._y - number), False
@@ -152,7 +154,7 @@ class TerminalLines:
         elif code == "G":
             self._x = max(0, number - 1)
         elif code == "C":
-            self._x += number
+            self._x = min(self._x + number, _COLUMNS)
         elif code == "D":
             self._x = max(0, self._x - number)
         elif code == "K" and row.text:
@@ -188,7 +190,7 @@ class TerminalLines:
             row.revived = row.returned and bool(text.strip())
         before = row.text.ljust(self._x)
         self._set(row, before[: self._x] + text + before[self._x + len(text) :])
-        self._x += len(text)
+        self._x = min(self._x + len(text), _COLUMNS)
 
     def _down(self) -> None:
         self._wipe_stale()
@@ -224,7 +226,8 @@ class TerminalLines:
         """Make a line a bar; what was passed of it as ordinary text is taken back."""
         if self._y == len(self._rows) - 1:
             self._taken_back += row.sent
-        row.text = _COLOUR.sub("", row.text)
+        row.text = _COLOUR.sub("", row.text[:_COLUMNS])
+        self._x = min(self._x, _COLUMNS)
         row.bar = self._free.pop(0) if self._free else next(self._numbers)
         row.sent = 0
         self._bars.pop(row.bar, None)  # one that is used again stands where it now is
@@ -233,7 +236,7 @@ class TerminalLines:
         self._keep(_NEW_BARS)
 
     def _set(self, row: _Row, text: str) -> None:
-        row.text = text
+        row.text = text = text[:_COLUMNS]
         if row.bar in self._bars:
             assert row.bar is not None
             self._bars[row.bar] = text

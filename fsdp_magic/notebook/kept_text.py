@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_magic.core.cell_output import PrintedReport
+from fsdp_magic.core.cell_output import PrintedReport, line_end
 
 _LIMIT = 1_000_000
 """Characters. An engine sends less, unless one line is longer."""
@@ -44,7 +44,12 @@ class KeptText:
             return head
         between = "" if head.endswith("\n") or not head else "\n"
         where = f"; all of it is in {self._log}" if self._log else ""
-        return f"{head}{between}… {self.left_out:,} more lines{where}\n{self._tail}"
+        more = f"{self.left_out:,} more lines" if self.left_out else "more"
+        return f"{head}{between}… {more}{where}\n{self._tail}"
+
+    def last_lines(self, count: int) -> list[str]:
+        """Return the last lines, of long ones the end; of a flood none of its beginning."""
+        return [line_end(line) for line in (self._tail or self.text()).splitlines()[-count:]]
 
     def _take_back(self, count: int) -> None:
         while count and self._pieces and isinstance(last := self._pieces[-1], str):

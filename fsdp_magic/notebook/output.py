@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_magic.core.cell_output import PrintedReport
+from fsdp_magic.core.cell_output import CHARACTERS, LINES, PrintedReport, shortened
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.kept_text import KeptText
 from fsdp_magic.notebook.progress_lines import ProgressLines
@@ -24,7 +24,6 @@ from fsdp_magic.notebook.screen import Screen
 
 TWIN_SECONDS = 0.2
 PARTIAL_SECONDS = 0.5
-LINES, CHARACTERS = 2500, 200_000
 _COUNT_SECONDS = 2.0
 _LAST_LINES = 10
 _LOOK_AHEAD_LINES = 50
@@ -99,7 +98,7 @@ class Output:
         """Take what a rank displayed; where there is no page, and for text, it is printed."""
         rich = self._screen.is_rich and (set(shown.bundle) != {"text/plain"} or shown.display_id)
         if not rich:
-            text = shown.bundle.get("text/plain", "")
+            text = shortened(shown.bundle.get("text/plain", ""))
             self.add(rank, "stdout", PrintedReport(parts=(f"{text}\n",)), now=now)
             return
         self._end_partial(rank)
@@ -258,7 +257,7 @@ class Output:
             if not self._hidden[rank] and not self._left_out[rank]:
                 continue
             for stream, kept in streams.items():
-                lines = kept.text().splitlines()[-_LAST_LINES:]
+                lines = kept.last_lines(_LAST_LINES)
                 last[rank] += [_Line(stream=stream, text=line, since=0.0) for line in lines]
             if not self._left_out[rank]:
                 last[rank] = last[rank][-self._hidden[rank] :]

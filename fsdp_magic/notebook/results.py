@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp_magic.core.cell_output import ResultReport
+from fsdp_magic.core.cell_output import ResultReport, shortened
 from fsdp_magic.notebook.output import label
 from fsdp_magic.notebook.screen import Screen
 
@@ -35,6 +35,6 @@ def _show(result: ResultReport, label: str, screen: Screen) -> None:
         screen.write("stdout", f"{label}\n")
         screen.display(result.bundle, result.metadata)
         return
-    text = result.bundle.get("text/plain", result.text)
+    text = shortened(result.bundle["text/plain"]) if result.bundle else result.text
     for line in text.split("\n"):
         screen.write("stdout", f"{label} {line}\n")

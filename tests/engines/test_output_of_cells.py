@@ -378,3 +378,14 @@ loss = w.sum()
 """
     assert session.train(code, steps=2, timeout=20).state == "done"
     assert capsys.readouterr().err.count("ValueError: in child") in (2, 3, 4)
+
+
+def test_a_huge_result_stays_on_the_engine(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "class Huge:\n    def __repr__(self): return 'z' * 20_000_000 + '\\nend'\nHuge()"
+    result = session.run(code, timeout=20)[0].result
+    assert result is not None
+    assert len(result) < 202_000
+    assert result.endswith("zz\nend")
+    assert len(capsys.readouterr().out) < 202_000

@@ -6,9 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_magic.core.cell_output import CHARACTERS, LINES, shortened
 from fsdp_magic.engine import printing
 from fsdp_magic.engine.bundles import allowed
-from fsdp_magic.engine.printing import BYTES, LINES, Call
+from fsdp_magic.engine.printing import Call
+from fsdp_magic.notebook.output import Output
+from fsdp_magic.notebook.screen import Nowhere
+
+
+class Page(Nowhere):
+    """Keeps the lines that are written."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, stream: str, text: str) -> None:
+        self.lines.append(text)
 
 
 def sent_and_log(tmp_path: Path, texts: list[str]) -> tuple[str, str, str, int]:
@@ -41,7 +54,7 @@ def test_the_log_of_a_flood_has_all_of_it(tmp_path: Path, size: int) -> None:
 
 def test_long_lines_count_too(tmp_path: Path) -> None:
     sent, log, _, _ = sent_and_log(tmp_path, ["x" * 150_000 + "\n"] * 3)
-    assert len(sent) == BYTES
+    assert len(sent) == CHARACTERS
     assert len(log) == 3 * 150_001
 
 
@@ -80,3 +93,31 @@ def test_the_oldest_logs_make_room_for_the_newest(
         path.write_text("x" * 40)
         shelf._make_room((path, 40))
     assert [path.exists() for path in paths] == [False, False, True, True]
+
+
+def test_of_a_line_beyond_the_cap_the_real_end_is_shown_once(tmp_path: Path) -> None:
+    log = tmp_path / "output" / "log.txt"
+    call, page = Call({}, log), Page()
+    output = Output([0], screen=page)
+    reports = [call.take("stdout", "y" * 250_000 + "\n"), call.take("stdout", "THE END\n")]
+    for report in (*reports, *(report for _, report in call.finish())):
+        output.add(0, "stdout", report, now=0.0)
+    output.finish()
+    assert sum(map(len, page.lines)) < 201_000
+    assert page.lines[-1] == "[rank 0] THE END\n"
+    assert page.lines[-2] == f"[rank 0] …{'y' * 399}\n"
+    end = f"y\n… more; all of it is in {log}\n…{'y' * 399}\nTHE END\n"
+    assert output.collected(0, "stdout").endswith(end)
+
+
+def test_a_result_is_shown_to_the_length_of_a_flood() -> None:
+    assert shortened("x" * CHARACTERS) == "x" * CHARACTERS
+    assert shortened("a\n" * (LINES - 1)) == "a\n" * (LINES - 1)
+    long = shortened("z" * 1_000_000 + "\nend")
+    assert len(long) < 202_000
+    assert long.startswith("z" * CHARACTERS)
+    assert "more characters; bind it to a name" in long
+    assert long.endswith(f"\n…{'z' * 399}\nend")
+    many = shortened("".join(f"{i}\n" for i in range(100_000)))
+    assert many.count("\n") < LINES + 15
+    assert many.endswith("\n99998\n99999\n")

@@ -198,3 +198,12 @@ def test_nothing_that_is_printed_can_break_it(seed: int) -> None:
         if chance.random() < 0.05:
             lines.clear(wait=chance.random() < 0.5)
     assert len(lines.changed_bars() or ()) <= 200
+
+
+@pytest.mark.parametrize("move", ["\x1b[99999999G", "\x1b[99999999C" * 3, f"\x1b[{'9' * 5000}G"])
+def test_a_far_column_does_not_make_a_long_line(move: str) -> None:
+    lines = TerminalLines()
+    lines.feed(f"a{move}x\r")
+    assert sum(len(row.text) for row in lines._rows) <= 20_000
+    lines.feed("b" * 100_000 + move + "c")
+    assert sum(len(row.text) for row in lines._rows) <= 20_000
