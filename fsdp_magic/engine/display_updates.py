@@ -15,7 +15,7 @@ _SECONDS = 0.25
 class DisplayUpdates:
     """The updates that wait, by the name of the display.
 
-    They are put here by the main thread and sent by the publishing thread alone, so that an older
+    They are put here by the thread that displays and sent by the publishing thread alone, so that an older
     one never overtakes.
 
     Args:

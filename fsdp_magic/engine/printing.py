@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 from fsdp_magic.core.cell_output import CHARACTERS, LINES, PRINTED_KEY, PrintedReport, line_end
@@ -162,7 +163,8 @@ class Printing:
             # a hook belongs to the thread that registers it, and flushes happen in that one
             stream.pub_thread.schedule(lambda s=stream: s.register_hook(self._printed))
         self._updates = DisplayUpdates(shell.display_pub, streams[0].pub_thread)
-        shell.display_pub.register_hook(self._displayed)
+        # its hooks are of one thread each; these are of all, since any may display
+        shell.display_pub._thread_local = SimpleNamespace(hooks=[self._displayed])
         os.register_at_fork(after_in_child=lambda: print_to_parent(streams))
         follow_threads(streams)
 
@@ -244,7 +246,7 @@ class Printing:
             with suppress(OSError):
                 os.write(descriptor, text.encode(errors="replace"))
 
-    # -- in the main thread
+    # -- in the thread that displays
 
     def _displayed(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """Look at what is displayed: its size, widgets, the clearing of output, and updates."""

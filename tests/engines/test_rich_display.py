@@ -193,3 +193,19 @@ def test_a_later_cell_updates_what_an_earlier_one_displayed(
     session.run("from IPython.display import HTML\nhandle = display(HTML('a'), display_id=True)")
     session.run("handle.update(HTML('b')); print('updated')")
     assert page.items == ["[ranks 0-1]", html("b"), "[ranks 0-1] updated"]
+
+
+def test_what_a_thread_displays_is_looked_at_too(session: Session, page: Recorder) -> None:
+    code = r"""
+import threading
+def show():
+    display({"text/plain": "x", "image/png": "a" * 6_000_000}, raw=True)
+    display({"text/plain": "x", "text/html": "caf\udce9"}, raw=True)
+thread = threading.Thread(target=show)
+thread.start()
+thread.join()
+"""
+    session.run(code, ranks="0", timeout=20)
+    large, label, text = page.items
+    assert "the limit is 5 MB" in large
+    assert (label, text["text/html"]) == ("[rank 0]", "caf\\udce9")
