@@ -15,8 +15,8 @@ _SECONDS = 0.25
 class DisplayUpdates:
     """The updates that wait, by the name of the display.
 
-    They are put here by the thread that displays and sent by the publishing thread alone, so that an older
-    one never overtakes.
+    They are put here by the thread that displays, and sent by the publishing thread alone, so that
+    an older one never overtakes.
 
     Args:
         publisher: ipykernel's, which displays go through.

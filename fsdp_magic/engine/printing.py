@@ -264,7 +264,13 @@ class Printing:
         else:
             content["data"] = encodable_bundle(allowed(content["data"]))
             content["metadata"] = encodable_bundle(content.get("metadata", {}))
-        return updates.take(message) if kind == "update_display_data" else message
+        thinned = kind == "update_display_data" and self._is_of_cell(message)
+        return updates.take(message) if thinned else message
+
+    def _is_of_cell(self, message: dict[str, Any]) -> bool:
+        """Return whether a message is of the cell that runs, or ran last."""
+        call, parent = self._call, message["parent_header"].get("msg_id", "")
+        return call is not None and parent == call.parent.get("msg_id", "")
 
 
 PRINTING = Printing()
