@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -103,6 +104,8 @@ class FsdpMagics(Magics):
         session = self._session()
         spec = parse(line, ConsoleSpec, magic="%fsdp_console", numbers=session.number)
         display.write("stdout", f"{session.console(spec.rank)}\n")
+        if importlib.util.find_spec("jupyter_console") is None:
+            display.write("stdout", "It needs one package more: pip install jupyter-console\n")
 
     @line_magic
     def fsdp_push(self, line: str) -> None:

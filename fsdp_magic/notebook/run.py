@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fsdp_magic.core.errors import CellFailedError
+from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.telemetry import (
     DeviceSample,
     EvaluationRecord,
@@ -235,14 +237,32 @@ class Run:
         if len(reports) == self.world_size:
             self.state = "stopped" if any(report.stopped for report in reports) else "done"
 
-    def fail(self, error: BaseException) -> None:
-        """Note why the run ended early."""
+    def fail(self, error: BaseException, spec: TrainSpec) -> None:
+        """Note why the run ended early, and tell in the error how it can go on.
+
+        Args:
+            error: what ended it.
+            spec: the options it was started with.
+        """
+        left = 0 if self.total_steps is None or spec.trial else self.total_steps - self.steps
+        more = f"; --resume takes the other {left:,}" if left > 0 else ""
+        after = f"after step {self.first_step + self.steps:,}{more}."
         if isinstance(error, KeyboardInterrupt):
             self.state = "stopped"
-            error.args = (f"Training stopped after step {self.steps}.",)
+            error.args = (f"Training stopped {after}",)
             return
+        if isinstance(error, CellFailedError) and self._kept_by(error, spec):
+            error.add_line(f"Nothing is lost: the weights are those {after}")
         self.state = "failed"
         self.message = str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def _kept_by(self, error: CellFailedError, spec: TrainSpec) -> bool:
+        """Return whether a failure left the weights of the last whole step.
+
+        A manual cell that fails may have stepped an optimizer itself.
+        """
+        touched = spec.manual or spec.trial or error.is_torn
+        return self.began and not touched and not error.is_refusal
 
     def _take_sizes(self, report: ProgressReport | RunReport) -> None:
         self.began = True
@@ -264,6 +284,8 @@ class Run:
         if self.last_frame is not None:
             display.show(*self.last_frame)
             display.mark_shown(self)
+        else:
+            display.write("stdout", f"{self!r}\n")
 
     def _ipython_display_(self) -> None:
         """Show the panel where a cell ends in the run, unless the cell has just drawn it."""

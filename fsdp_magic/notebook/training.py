@@ -55,7 +55,7 @@ def train_on(
     except BaseException as error:
         if isinstance(error, (FsdpError, CellInterrupted)):
             error.run = run
-        run.fail(error)
+        run.fail(error, spec)
         raise
     finally:
         log.tick()
