@@ -67,7 +67,7 @@ def test_the_head_says_where_the_run_is() -> None:
             "elapsed 00:25",
             "ETA 01:15",
             "peak used 60.0 GiB",
-            "2 × NVIDIA H100, capacity 80.0 GiB",
+            "capacity 80.0 GiB · 2 × NVIDIA H100",
             "14:03:22",
         ):
             assert words in shown
