@@ -144,6 +144,11 @@ class Output:
         self._progress.tick(now)
         self._screen.flush()
 
+    def note(self, sentence: str) -> None:
+        """Write a sentence of ours at once."""
+        self._screen.write("stderr", f"{sentence}\n")
+        self._screen.flush()
+
     def finish(self) -> None:
         """Write everything that is left, and how much was not shown."""
         for rank in self._ranks:
