@@ -82,6 +82,7 @@ class Run:
         total_steps: steps it was to take; None if that was not known.
         first_step: ``step`` of its first step, which counts on over the runs of a model.
         began: whether the ranks were ready to take steps.
+        learning_rate: the newest, of the first group of the first optimizer; None: not known.
         epochs_ended: how many ends of epochs it has passed.
         seconds: since its first step began.
         evaluations: those of ``--eval-every``.
@@ -107,6 +108,7 @@ class Run:
         self.first_step = 0
         self.began = False
         self.epochs_ended = 0
+        self.learning_rate: float | None = None
         self.ranks = [RankProgress() for _ in range(world_size)]
         self._losses: list[float] = []
 
@@ -270,6 +272,7 @@ class Run:
         self.micro_batch_size = report.micro_batch_size or self.micro_batch_size
         self.accumulate = report.accumulate
         self.has_losses = report.has_losses or report.steps == 0
+        self.learning_rate = report.learning_rate
         if len(report.evaluations) > len(self.evaluations):  # ranks report at different times
             self.evaluations = list(report.evaluations)
         if report.non_finite_steps:
