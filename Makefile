@@ -1,6 +1,6 @@
 # make demo   environment, quickstart on two CPU engines (or your GPUs), result in build/
 # make test   environment, linters, types, tests
-# make lab    JupyterLab on the quickstart
+# make lab    JupyterLab on the quickstart; LAB_ARGS="--no-browser --allow-root" for its options
 # make bench  the benchmarks, one JSON line each; run them on an idle machine
 # make picture  the README's picture, from the quickstart in JupyterLab; needs Chromium
 # make compatibility  a short notebook under other versions of IPython and ipykernel
@@ -17,7 +17,8 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+		--config-settings editable_mode=compat --editable '.[test]'
 	touch $@
 
 demo: $(INSTALLED)
@@ -34,7 +35,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab notebooks/quickstart.ipynb
+	$(BIN)/jupyter lab $(LAB_ARGS) notebooks/quickstart.ipynb
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py

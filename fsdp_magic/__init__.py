@@ -32,17 +32,19 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics and their completion; IPython calls this for ``%load_ext fsdp_magic``."""
-    from fsdp_magic.notebook import completion
+    from fsdp_magic.notebook import completion, px
     from fsdp_magic.notebook.magics import FsdpMagics
 
     shell.register_magics(FsdpMagics)
     completion.register(shell)
+    px.stand_in(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Take the magics and their completion away; engines that run go on running."""
-    from fsdp_magic.notebook import completion
+    from fsdp_magic.notebook import completion, px
     from fsdp_magic.notebook.magics import unregister
 
+    px.remove(shell)
     completion.unregister(shell)
     unregister(shell)

@@ -98,6 +98,7 @@ def view(state: Any = "running", world: int = 2, **changes: Any) -> TrainingView
         "samples_per_step": 32 * world,
         "losses": LossHistory(3.0 - 0.01 * step for step in range(steps)),
         "grad_norm": 0.532 if steps else None,
+        "learning_rate": 3e-4 if steps else None,
         "samples_per_second": 128.0 if steps else None,
         "tokens_per_second": 65_536.0 if steps else None,
         "seconds": 0.5 * steps,

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from fsdp_magic.core.protocol import Failure
 
 
+TORN = (
+    "The error came out of the optimizer step itself: some weights of this step may be updated "
+    "and others not. Build the model again, or load a checkpoint."
+)
+"""The note of an exception that an optimizer raised."""
+
+
 class FsdpError(Exception):
     """Anything this package raises on purpose.
 
@@ -64,6 +71,22 @@ class CellFailedError(FsdpError):
         self.exceptions = dict(exceptions)
         self.ranks = tuple(sorted(self.exceptions))
         self.outputs = tuple(outputs)
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether a rank refused the cell, which its message says in one line."""
+        return any(failure.kind == "usage" for failure in self.exceptions.values())
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a rank failed inside an optimizer, so that weights may be half updated."""
+        return any(TORN in failure.notes for failure in self.exceptions.values())
+
+    def add_line(self, line: str) -> None:
+        """Add a line at the end."""
+        self.args = (f"{self}\n{line}",)
+        if self.rendered:
+            self.rendered = (*self.rendered, line)
 
     def _render_traceback_(self) -> list[str]:
         return list(self.rendered) or super()._render_traceback_()

@@ -171,6 +171,7 @@ class ProgressReport:
         has_losses: whether the cell ever bound a loss.
         evaluations: made so far in the run.
         non_finite_steps: the first few whose loss was not finite on this rank.
+        learning_rate: of the first optimizer's first group; None: not a plain number.
         notes: sentences a person should read once.
     """
 
@@ -190,6 +191,7 @@ class ProgressReport:
     has_losses: bool = True
     evaluations: tuple[EvaluationRecord, ...] = ()
     non_finite_steps: tuple[int, ...] = ()
+    learning_rate: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -202,7 +204,8 @@ class RunReport:
         stopped: whether it ended at the person's wish before its last step.
         mean_activity: the device's mean over the run.
         epochs_ended: how many ends of epochs it has passed.
-        accumulate, has_losses, evaluations, non_finite_steps: as in ``ProgressReport``.
+        accumulate, has_losses, evaluations, non_finite_steps, learning_rate: as in
+            ``ProgressReport``.
     """
 
     rank: int
@@ -222,4 +225,5 @@ class RunReport:
     evaluations: tuple[EvaluationRecord, ...] = ()
     epochs_ended: int = 0
     non_finite_steps: tuple[int, ...] = ()
+    learning_rate: float | None = None
     notes: tuple[str, ...] = ()

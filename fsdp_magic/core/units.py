@@ -70,7 +70,7 @@ def count_text(count: float | None) -> str:
     for name, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size:
             return f"{count / size:.1f}{name}"
-    return f"{count:.1f}" if abs(count) < 10 else f"{count:.0f}"
+    return f"{count:.1f}" if abs(count) < 10 and isinstance(count, float) else f"{count:.0f}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.wording import nearest
 from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.guards import Guards
 from fsdp_magic.engine.interrupts import INTERRUPTS
@@ -78,14 +79,22 @@ class CellRunner:
         )
 
 
-def checked_loss(loss: Any) -> torch.Tensor:
+def checked_loss(loss: Any, *, assigned: Collection[str] = ()) -> torch.Tensor:
     """Return a loss that can be taken backward, as a 0-dim tensor.
+
+    Args:
+        loss: what the cell bound.
+        assigned: the names that it binds.
 
     Raises:
         FsdpError: if the cell bound none, or something that has no backward.
     """
     if loss is None:
-        raise FsdpError("the cell binds no `loss`; end it with a line such as: loss = model(batch)")
+        near = nearest("loss", (name for name in assigned if name != "loss"))
+        meant = f"`{near}` is another name; " if near else ""
+        raise FsdpError(
+            f"the cell binds no `loss`; {meant}end it with a line such as: loss = model(batch)"
+        )
     scalar = scalar_loss(loss)
     if not scalar.requires_grad:
         raise FsdpError(

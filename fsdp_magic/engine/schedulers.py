@@ -98,10 +98,18 @@ class Schedulers:
             if self._every == "epoch" and first_step:
                 continue  # its epochs before this run are not known
             if done + run != horizon:
-                self.notes.append(
-                    f"{name} is made for {horizon} {self._every}s; this run takes {run:g}"
-                    + (f" after {done}" if done else "")
-                )
+                self.notes.append(self._about_horizon(name, horizon, ends_at=done + run))
+
+    def _about_horizon(self, name: str, horizon: int, *, ends_at: float) -> str:
+        unit = self._every
+        if ends_at < horizon:
+            then = f"this run ends at {unit} {ends_at:g}, before it is through"
+        else:
+            then = (
+                f"this run goes on to {unit} {ends_at:g}, where its learning rate follows no plan "
+                "(a cosine rises again): make a new one, or take fewer"
+            )
+        return f"{name} is made for {horizon} {unit}s; {then}"
 
     def check_waiting(self, *, evaluates: bool) -> None:
         """Note which schedulers are never stepped because the run evaluates nothing.

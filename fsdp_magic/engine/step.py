@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch.optim import Optimizer
 
-from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.errors import TORN, FsdpError
 from fsdp_magic.engine import gradients
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
@@ -107,7 +107,7 @@ class AutomaticStep:
         for micro_step, batch in enumerate(batches.batches):
             bound = self.runner.run(names_of(step, micro_step, batches, batch, self.has_data))
             self.memory.mark()
-            loss = checked_loss(bound.loss)
+            loss = checked_loss(bound.loss, assigned=self.runner.cell.assigned)
             weight = _weight(bound, weights, micro_step)
             part = weighted(loss.detach(), weight)
             share = part if share is None else share + part
@@ -143,8 +143,8 @@ class AutomaticStep:
                 "before the step"
             )
         with INTERRUPTS.allowed():
-            if Flag.MISSING in agreed:
-                self.trained.used.settle()
+            if Flag.MISSING in agreed and not self.trained.used.settle():
+                raise _nothing_trained(self.trained)
             gradients.reduce_whole(self.trained.whole)
             return gradients.measure(
                 self.trained.parameters, world_size=self.world.world_size, weight=weight
@@ -186,10 +186,7 @@ def explained_as_torn() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(
-            "The error came out of the optimizer step itself: some weights of this step may "
-            "be updated and others not. Build the model again, or load a checkpoint."
-        )
+        error.add_note(TORN)
         raise
 
 
@@ -213,6 +210,14 @@ def _weight(bound: Bound, weights: Weights, micro_step: int) -> Weight:
             "itself: loss_weight = ..."
         )
     return weights.factor(micro_step)
+
+
+def _nothing_trained(trained: Trained) -> FsdpError:
+    names = ", ".join(f"`{name}`" for name in trained.optimizers)
+    return FsdpError(
+        f"no parameter of {names} takes part in `loss`, so no step would change anything; make an "
+        "optimizer of the parameters that do, in %%fsdp_model"
+    )
 
 
 def _inverse(total: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
 from ipyparallel.datapub import publish_data
+from torch.optim import Optimizer
 
 from fsdp_magic.core.protocol import PROGRESS_KEY, TrainRequest
 from fsdp_magic.core.telemetry import DeviceSample, ProgressReport, RunReport
@@ -172,6 +173,7 @@ class TrainingRun:
             has_losses=loop.records.has_losses,
             evaluations=tuple(run.after.evaluations),
             non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
+            learning_rate=_learning_rate(run.trained.optimizers.values()),
             notes=self._all_notes(run),
         )
         publish_data({PROGRESS_KEY: report})
@@ -201,12 +203,21 @@ class TrainingRun:
             has_losses=loop.records.has_losses,
             evaluations=tuple(run.after.evaluations),
             non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
+            learning_rate=_learning_rate(run.trained.optimizers.values()),
             notes=self._all_notes(run),
         )
 
     def _all_notes(self, run: Prepared) -> tuple[str, ...]:
         of_data = [] if run.data is None else run.data.notes
         return (*self._notes, *of_data, *run.loop.notes)
+
+
+def _learning_rate(optimizers: Iterable[Optimizer]) -> float | None:
+    """Return the first group's learning rate; one in a tensor is not read from another thread."""
+    for optimizer in optimizers:
+        rate = optimizer.param_groups[0].get("lr")
+        return float(rate) if isinstance(rate, (int, float)) else None
+    return None
 
 
 def _mean(samples: list[DeviceSample]) -> DeviceSample:

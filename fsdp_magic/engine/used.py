@@ -40,7 +40,7 @@ class Used:
         used = self._used_ids()
         return any(not _is_used(p, used) for p in self._parameters if p.requires_grad)
 
-    def settle(self, *, keep: Collection[torch.Tensor] = ()) -> None:
+    def settle(self, *, keep: Collection[torch.Tensor] = ()) -> bool:
         """Make gradients those of one process.
 
         A parameter that no rank used has none; a whole one that another rank used has zeros here.
@@ -50,11 +50,14 @@ class Used:
 
         Args:
             keep: parameters that had a gradient before, which stays.
+
+        Returns:
+            Whether any rank used any of them.
         """
         kept = {id(parameter) for parameter in keep}
         trained = [p for p in self._parameters if p.requires_grad]
         if not trained:
-            return
+            return False
         used = self._used_ids()
         flags = torch.tensor([_is_used(p, used) for p in trained], dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # a CPU tensor: over the control group
@@ -64,6 +67,7 @@ class Used:
                     parameter.grad = None
             elif parameter.grad is None and not isinstance(parameter, DTensor):
                 parameter.grad = torch.zeros_like(parameter)
+        return any(flags.tolist())
 
     def _used_ids(self) -> set[int]:
         return set().union(*(model.used for model in self._models))

@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_magic.core.errors import FsdpError
@@ -38,6 +39,10 @@ def packed(value: Any, *, limit_bytes: int | None = None) -> bytes:
     try:
         sent = pickle.dumps(value)
     except Exception as error:  # whatever an object's own pickling raises
+        if isinstance(value, nn.Module):
+            raise FsdpError(
+                "a model stays on the engines; pull its weights: model.state_dict()"
+            ) from None
         raise FsdpError(
             f"a {type(value).__name__} cannot be brought into the notebook ({error}); "
             "pull a part of it, or its text with repr(...)"

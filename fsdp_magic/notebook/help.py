@@ -22,7 +22,9 @@ def options_text(spec: type[Any]) -> str:
     """Return the options of a spec as they are typed in a magic's line, aligned."""
     rows = [
         (_usage(option), _described(option, default))
-        for option, default in _options_and_defaults(spec).values()
+        for option, default in sorted(
+            _options_and_defaults(spec).values(), key=lambda pair: pair[0].flags[:1] == ("-o",)
+        )  # a name for the result is the last thing that one thinks of
     ]
     return _aligned(rows)
 

@@ -26,6 +26,7 @@ class History:
         self._run_ids = 0
         self._newest: Run | None = None
         self._newest_epochs = 1
+        self._asked = TrainSpec()
 
     def begin(self, *, world_size: int, accumulate: int) -> Run:
         """Return a new run."""
@@ -39,6 +40,8 @@ class History:
         self.last_frame = run.last_frame or self.last_frame
         if run.began and not spec.trial:
             self._newest, self._newest_epochs = run, spec.epochs or 1
+            if not spec.resume:  # one that finishes another has the length of that one
+                self._asked = spec
 
     def start_anew(self) -> None:
         """Forget what could be resumed: a new model starts at step 0."""
@@ -83,7 +86,20 @@ class History:
         left = run.total_steps - run.steps
         if left < 1:
             raise _nothing_to_resume("the last one took all its steps")
+        self._refuse_another_length(spec, left)
         return spec, left
+
+    def _refuse_another_length(self, spec: TrainSpec, left: int) -> None:
+        """Raise if a length is given that is not that of the run that is to be finished."""
+        for flag, given, asked in (
+            ("--steps", spec.steps, self._asked.steps),
+            ("--epochs", spec.epochs, self._asked.epochs),
+        ):
+            if given is not None and given != asked:
+                raise UsageError(
+                    f"--resume takes the {left} steps that the last run had left, and {flag} "
+                    f"{given} says another length; leave one of the two out"
+                )
 
 
 def _nothing_to_resume(why: str) -> UsageError:

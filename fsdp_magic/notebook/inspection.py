@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdp_magic.core.completion import CompleteRequest, Completions
@@ -87,6 +89,8 @@ class Inspection(Lifetime):
     def console(self, rank: int = 0) -> str:
         """Return the command that opens a console on a rank, in a terminal of this machine.
 
+        It is that of this Python's own environment, where the terminal may not look by itself.
+
         The console waits while a cell runs; what it binds, cells find.
 
         Raises:
@@ -98,7 +102,8 @@ class Inspection(Lifetime):
                 f"{self.world_size - 1}"
             )
         path = self._quietly("console", {rank: ConsoleRequest()})[rank].report
-        return f"jupyter console --existing {shlex.quote(path)}"
+        command = Path(sys.executable).with_name("jupyter")
+        return f"{shlex.quote(str(command))} console --existing {shlex.quote(path)}"
 
     def completions(self, line: str) -> Completions | None:
         """Return what may stand at the end of a line of code; None if no answer comes at once."""

@@ -20,6 +20,7 @@ from ipyparallel.error import RemoteError
 
 from fsdp_magic.core.protocol import Reply
 from fsdp_magic.core.telemetry import ProgressReport
+from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.events import (
     Answered,
     Cleared,
@@ -38,6 +39,8 @@ _EVENTS_PER_TICK = 500
 _FORCE_AGAIN_SECONDS = 1.0
 _STUCK_SECONDS = 5.0
 """How long ranks may take to come out after one of them failed."""
+_LEFT_BEHIND_SECONDS = 5.0
+"""How long some ranks may be in a cell that others have left before a person is told."""
 
 
 class Escalation(Protocol):
@@ -82,6 +85,8 @@ class _Deadlines:
     give_up_at: float = float("inf")
     handled: int = 0
     """Interrupts that were answered."""
+    left_behind_at: float | None = float("inf")
+    """When to say that some ranks have left the cell and others have not; None: it was said."""
 
     def give_up_by(self, moment: float) -> None:
         self.give_up_at = min(self.give_up_at, moment)
@@ -122,6 +127,7 @@ class Follower:
             if self.on_tick is not None:
                 self.on_tick()
             self._press(outcome, deadlines, now)
+            self._tell_left_behind(outcome, waiting, deadlines, now)
             if now > deadlines.give_up_at:
                 outcome.stuck = tuple(sorted(waiting))
                 break
@@ -143,6 +149,26 @@ class Follower:
             deadlines.give_up_by(now + _STUCK_SECONDS)
         if outcome.failed:
             deadlines.give_up_by(now + _STUCK_SECONDS)
+
+    def _tell_left_behind(
+        self, outcome: Outcome, waiting: set[int], deadlines: _Deadlines, now: float
+    ) -> None:
+        """Say once that some ranks are still in a cell that others have left.
+
+        They may wait for those others for ever: the forward of a sharded model under
+        ``if rank == 0:`` is how most people meet that.
+        """
+        if not outcome.replies or not waiting or outcome.failed:
+            return
+        if deadlines.left_behind_at == float("inf"):
+            deadlines.left_behind_at = now + _LEFT_BEHIND_SECONDS
+        elif deadlines.left_behind_at is not None and now >= deadlines.left_behind_at:
+            deadlines.left_behind_at = None
+            inside, outside = ranks_text(tuple(waiting)), ranks_text(tuple(outcome.replies))
+            self.output.note(
+                f"rank {inside} is still in the cell, which rank {outside} has left; if it waits "
+                "for the others (a sharded model's forward needs every rank), press stop"
+            )
 
     def _take(self, outcome: Outcome, waiting: set[int]) -> None:
         """Take the events that are there, waiting a moment for the first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -23,7 +24,7 @@ from fsdp_magic.core.specs import (
     TrainSpec,
 )
 from fsdp_magic.core.wording import as_typed, quoted
-from fsdp_magic.notebook import display, sessions
+from fsdp_magic.notebook import display, px, sessions
 from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.help import magic_help
 from fsdp_magic.notebook.options import parse
@@ -39,7 +40,9 @@ class FsdpMagics(Magics):
     def fsdp_init(self, line: str) -> Session:
         """Start one engine per GPU, or CPU engines where there is none."""
         spec = parse(line, InitSpec, magic="%fsdp_init")
-        return sessions.init_from(spec)
+        session = sessions.init_from(spec)
+        px.stand_in(self.shell)  # an earlier session's %px ended with it
+        return session
 
     @line_cell_magic
     def fsdp(self, line: str, cell: str | None = None) -> None:
@@ -103,6 +106,8 @@ class FsdpMagics(Magics):
         session = self._session()
         spec = parse(line, ConsoleSpec, magic="%fsdp_console", numbers=session.number)
         display.write("stdout", f"{session.console(spec.rank)}\n")
+        if importlib.util.find_spec("jupyter_console") is None:
+            display.write("stdout", "It needs one package more: pip install jupyter-console\n")
 
     @line_magic
     def fsdp_push(self, line: str) -> None:
@@ -134,6 +139,7 @@ class FsdpMagics(Magics):
         """Replace every engine by a fresh one."""
         parse(line, EmptySpec, magic="%fsdp_restart")
         self._session().restart().status()
+        px.stand_in(self.shell)
 
     @line_magic
     def fsdp_shutdown(self, line: str) -> None:

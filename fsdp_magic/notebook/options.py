@@ -114,6 +114,11 @@ def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
         if not word.startswith("-") or word == "-":
             if positional is None:
                 raise UsageError(_misplaced(magic, word, spec))
+            flag, equals, value = word.partition("=")
+            if equals and normal(f"--{flag}") in flags:
+                raise UsageError(
+                    f"{magic}: {as_typed(word)} is no NAME; did you mean --{flag} {value}?"
+                )
             values[positional] = (*values.get(positional, ()), word)
             continue
         flag, has_value, value = word.partition("=")

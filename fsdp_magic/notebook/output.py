@@ -23,6 +23,7 @@ from fsdp_magic.notebook.rich_displays import DisplayNames, RichDisplays, Shown
 from fsdp_magic.notebook.screen import Screen
 
 TWIN_SECONDS = 0.2
+_ONE_MOMENT_SECONDS = 0.05
 PARTIAL_SECONDS = 0.5
 _COUNT_SECONDS = 2.0
 _LAST_LINES = 10
@@ -146,6 +147,11 @@ class Output:
         self._progress.tick(now)
         self._screen.flush()
 
+    def note(self, sentence: str) -> None:
+        """Write a sentence of ours at once."""
+        self._screen.write("stderr", f"{sentence}\n")
+        self._screen.flush()
+
     def finish(self) -> None:
         """Write everything that is left, and how much was not shown."""
         for rank in self._ranks:
@@ -177,11 +183,13 @@ class Output:
         heads = {rank: items[0] for rank, items in self._whole.items() if items}
         if not heads:
             return False
-        first = min(heads.values(), key=lambda item: item.since)
+        oldest = min(item.since for item in heads.values())
+        # what came at about the same moment is shown in the order of ranks
+        first = next(item for item in heads.values() if item.since <= oldest + _ONE_MOMENT_SECONDS)
         complete = len(heads) == len(self._ranks) and all(
             item.is_twin(first) for item in heads.values()
         )
-        if not complete and now - first.since < TWIN_SECONDS:
+        if not complete and now - oldest < TWIN_SECONDS:
             return False
         chosen = first if complete else self._before_twin(first, heads)
         twins = {rank: item for rank, item in heads.items() if item.is_twin(chosen)}

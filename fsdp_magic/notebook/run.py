@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fsdp_magic.core.errors import CellFailedError
+from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.telemetry import (
     DeviceSample,
     EvaluationRecord,
@@ -80,6 +82,7 @@ class Run:
         total_steps: steps it was to take; None if that was not known.
         first_step: ``step`` of its first step, which counts on over the runs of a model.
         began: whether the ranks were ready to take steps.
+        learning_rate: the newest, of the first group of the first optimizer; None: not known.
         epochs_ended: how many ends of epochs it has passed.
         seconds: since its first step began.
         evaluations: those of ``--eval-every``.
@@ -105,6 +108,7 @@ class Run:
         self.first_step = 0
         self.began = False
         self.epochs_ended = 0
+        self.learning_rate: float | None = None
         self.ranks = [RankProgress() for _ in range(world_size)]
         self._losses: list[float] = []
 
@@ -235,14 +239,32 @@ class Run:
         if len(reports) == self.world_size:
             self.state = "stopped" if any(report.stopped for report in reports) else "done"
 
-    def fail(self, error: BaseException) -> None:
-        """Note why the run ended early."""
+    def fail(self, error: BaseException, spec: TrainSpec) -> None:
+        """Note why the run ended early, and tell in the error how it can go on.
+
+        Args:
+            error: what ended it.
+            spec: the options it was started with.
+        """
+        left = 0 if self.total_steps is None or spec.trial else self.total_steps - self.steps
+        more = f"; --resume takes the other {left:,}" if left > 0 else ""
+        after = f"after step {self.first_step + self.steps:,}{more}."
         if isinstance(error, KeyboardInterrupt):
             self.state = "stopped"
-            error.args = (f"Training stopped after step {self.steps}.",)
+            error.args = (f"Training stopped {after}",)
             return
+        if isinstance(error, CellFailedError) and self._kept_by(error, spec):
+            error.add_line(f"Nothing is lost: the weights are those {after}")
         self.state = "failed"
         self.message = str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def _kept_by(self, error: CellFailedError, spec: TrainSpec) -> bool:
+        """Return whether a failure left the weights of the last whole step.
+
+        A manual cell that fails may have stepped an optimizer itself.
+        """
+        touched = spec.manual or spec.trial or error.is_torn
+        return self.began and not touched and not error.is_refusal
 
     def _take_sizes(self, report: ProgressReport | RunReport) -> None:
         self.began = True
@@ -250,6 +272,7 @@ class Run:
         self.micro_batch_size = report.micro_batch_size or self.micro_batch_size
         self.accumulate = report.accumulate
         self.has_losses = report.has_losses or report.steps == 0
+        self.learning_rate = report.learning_rate
         if len(report.evaluations) > len(self.evaluations):  # ranks report at different times
             self.evaluations = list(report.evaluations)
         if report.non_finite_steps:
@@ -264,6 +287,8 @@ class Run:
         if self.last_frame is not None:
             display.show(*self.last_frame)
             display.mark_shown(self)
+        else:
+            display.write("stdout", f"{self!r}\n")
 
     def _ipython_display_(self) -> None:
         """Show the panel where a cell ends in the run, unless the cell has just drawn it."""

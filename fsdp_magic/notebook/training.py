@@ -55,7 +55,7 @@ def train_on(
     except BaseException as error:
         if isinstance(error, (FsdpError, CellInterrupted)):
             error.run = run
-        run.fail(error)
+        run.fail(error, spec)
         raise
     finally:
         log.tick()
@@ -128,6 +128,7 @@ class TrainingPanel:
             samples_per_step=run.samples_per_step,
             losses=self._losses,
             grad_norm=None if norm is None or math.isnan(norm) else norm,
+            learning_rate=run.learning_rate,
             samples_per_second=run.samples_per_second,
             tokens_per_second=run.tokens_per_second,
             seconds=seconds,

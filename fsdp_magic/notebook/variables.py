@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +46,7 @@ def pull(engines: Engines, expression: str, *, rank: int | str, yes: bool, world
             f"--rank {as_typed(str(rank))} does not exist; this world has ranks 0 to "
             f"{world_size - 1}, or all"
         )
+    _check_syntax(expression)
     limit = None if yes else PULL_LIMIT_BYTES
     requests = {
         r: PullRequest(
@@ -83,6 +86,23 @@ def number(engines: Engines, flag: str, expression: str, *, world_size: int) -> 
         )
     found: float = values[0]
     return found
+
+
+def _check_syntax(expression: str) -> None:
+    """Raise if an expression is not Python; ``net.0`` is how torch names what is ``net[0]``."""
+    if _is_python(expression):
+        return
+    meant = re.sub(r"\.(\d+)", r"[\1]", expression)
+    hint = f"write {meant}" if _is_python(meant) else "it takes an expression, such as model.weight"
+    raise UsageError(f"{as_typed(expression)} is not Python; {hint}")
+
+
+def _is_python(expression: str) -> bool:
+    try:
+        ast.parse(expression.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _ask(engines: Engines, verb: str, requests: Mapping[int, Any]) -> dict[int, Reply]:

@@ -42,9 +42,9 @@ def figures_html(figures: Sequence[Figure]) -> str:
         f"{escape(figure.value)} </b></div>"
         for figure in figures
     )
-    # Seven columns on a wide page, three on a narrow one.
+    # Seven columns from 700 px on, three on a narrow page.
     return (
-        '<div style="display:grid;grid-template-columns:repeat(auto-fill,minmax(106px,1fr));'
+        '<div style="display:grid;grid-template-columns:repeat(auto-fill,minmax(92px,1fr));'
         f'gap:2px 8px;margin-top:2px">{tiles}</div>'
     )
 

@@ -58,6 +58,7 @@ PARTS = (
     Part(name="other", letter="x", style=f"background:{GREY}"),
 )
 MEANINGS = {
+    "activations": "allocated beside parameters, gradients and optimizer state: batches too",
     "cache": "reserved by the allocator, not allocated",
     "other": "used on the device beyond what is reserved, other processes included",
 }

@@ -68,6 +68,8 @@ def html(chart: LossChart, *, as_image: bool) -> str:
         low, high, picture = "", "", _waiting(chart)
     else:
         bottom, top = _limits(values)
+        assert chart.losses.lowest is not None
+        bottom = min(bottom, chart.losses.lowest)  # which stands among the figures
         low, high = figure_text(bottom), figure_text(top) + ("+" if max(values) > top else "")
         picture = _picture(chart, bottom=bottom, top=top, as_image=as_image)
     side = f"flex:none;width:{_AXIS - 6}px;padding-right:6px;text-align:right;{SMALL}"

@@ -105,13 +105,16 @@ def _table(gauges: Sequence[Gauge], columns: _Columns) -> str:
 
 
 def _devices(gauges: Sequence[Gauge]) -> str:
-    """Return what the ranks run on: ``8 × NVIDIA H100, capacity 80.0 GiB``."""
+    """Return what the ranks run on: ``capacity 80.0 GiB · 8 × NVIDIA H100``.
+
+    The capacity first: on a narrow page the end is cut off.
+    """
     names = {shortened(gauge.device_name) for gauge in gauges}
     ranks = f"{len(gauges)} rank{'s' if len(gauges) != 1 else ''}"
     devices = f"{len(gauges)} × {names.pop()}" if len(names) == 1 and "" not in names else ranks
     capacities = {gauge.capacity_bytes for gauge in gauges}
     capacity = capacities.pop() if len(capacities) == 1 else None
-    return devices if capacity is None else f"{devices}, capacity {bytes_text(capacity)}"
+    return devices if capacity is None else f"capacity {bytes_text(capacity)} · {devices}"
 
 
 def _name(gauge: Gauge) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_magic.core.telemetry import RunState
-from fsdp_magic.core.units import UNKNOWN, bytes_text, count_text, seconds_text
+from fsdp_magic.core.units import UNKNOWN, count_text, seconds_text
 from fsdp_magic.panels import evaluation, loss_chart, rank_memory
 from fsdp_magic.panels.figures import Figure, figures_html, figures_text, loss_figure
 from fsdp_magic.panels.gauges import Gauge
@@ -170,7 +170,7 @@ def _figures(view: TrainingView) -> list[Figure]:
         ("elapsed", seconds_text(view.seconds)),
         ("ms/step", _milliseconds_text(view)),
         ("gradient norm", figure_text(view.grad_norm)),
-        ("peak used", bytes_text(view.peak_used_bytes)),
+        ("learning rate", figure_text(view.learning_rate)),
     ]
     loss = loss_figure("loss", view.losses.last)
     return [loss, *(Figure(name=name, value=value) for name, value in rest)]

@@ -47,6 +47,7 @@ class TrainingView:
         samples_per_step: of all ranks; None: what the three factors give.
         losses: global, one per finished step.
         grad_norm: of the last step, before clipping.
+        learning_rate: of the first optimizer's first group; None: not known.
         ranks: every rank, from the first frame on, so that the panel keeps its height.
         stamp: when the frame was made, as text.
         message: one line, such as why the run failed.
@@ -66,6 +67,7 @@ class TrainingView:
     samples_per_step: int | None
     losses: LossHistory
     grad_norm: float | None
+    learning_rate: float | None = None
     samples_per_second: float | None
     tokens_per_second: float | None
     seconds: float
@@ -100,9 +102,3 @@ class TrainingView:
         if self.state == "starting":
             return None
         return min(1.0, self.steps / self.total_steps) if self.total_steps else None
-
-    @property
-    def peak_used_bytes(self) -> int | None:
-        """Used bytes of the fullest rank at its peak."""
-        peaks = [rank.peak_used_bytes for rank in self.ranks]
-        return max((peak for peak in peaks if peak is not None), default=None)

@@ -71,7 +71,7 @@ def test_an_interrupt_stops_the_run_and_no_queued_cell_runs(seen: Seen) -> None:
 
 def test_an_interrupt_is_one_line_beneath_the_panel(seen: Seen) -> None:
     last = seen.output[TRAIN].strip().splitlines()[-1]
-    assert re.fullmatch(r"Training stopped after step \d+\.", last)
+    assert re.fullmatch(r"Training stopped after step \d+; --resume takes the other [\d,]+\.", last)
     assert "Traceback" not in seen.output[TRAIN]
 
 

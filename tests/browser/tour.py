@@ -141,7 +141,9 @@ def train_and_interrupt(notebook: Notebook, seen: Seen, pictures: Path) -> None:
         seen.progress.append((notebook.kernel_status, int(steps[1])))
         notebook.page.wait_for_timeout(1500)
     seen.running = notebook.output(TRAIN)
-    notebook.cell(TRAIN).screenshot(path=pictures / "running_light.png")
+    for word, theme in reversed(_THEMES.items()):
+        notebook.use_theme(theme)
+        notebook.cell(TRAIN).screenshot(path=pictures / f"running_{word}.png")
     interrupted_at = time.monotonic()
     notebook.command("notebook:interrupt-kernel")
     notebook.wait_until_idle()
@@ -169,7 +171,9 @@ def complete(notebook: Notebook, seen: Seen, pictures: Path) -> None:
     seen.options = notebook.completions(TYPED, "%%fsdp_train --m")
     notebook.page.screenshot(path=pictures / "completion_light.png")
     notebook.clear()
+    notebook.use_theme(_THEMES["dark"])
     seen.names = notebook.completions(TYPED, "%%fsdp\nmodel.named_")
+    notebook.page.screenshot(path=pictures / "completion_dark.png")
     notebook.clear()
     notebook.settle("notebook:enter-command-mode")
 

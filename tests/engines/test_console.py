@@ -31,7 +31,8 @@ data = [torch.ones(2) for _ in range(8)]
 
 def connection_file(session: Session, rank: int) -> Path:
     words = shlex.split(session.console(rank))
-    assert words[:3] == ["jupyter", "console", "--existing"]
+    assert words[0] == str(Path(sys.executable).with_name("jupyter"))
+    assert words[1:3] == ["console", "--existing"]
     return Path(words[3])
 
 

@@ -125,6 +125,34 @@ def test_resume_needs_no_length(session):
     assert first.steps + second.steps == 6
 
 
+def test_resume_takes_what_was_left_and_no_other_length(session):
+    session.model(SGD, show=False)
+    cut_short(session, "a failure", steps=6)
+    for other in ({"steps": 3}, {"epochs": 1}):
+        with pytest.raises(UsageError, match="takes the 4 steps that the last run had left"):
+            session.train(CELL, resume=True, **OPTIONS, **other)
+    assert session.train(CELL, resume=True, steps=6, **OPTIONS).steps == 4
+
+
+def test_an_error_says_which_weights_are_left_and_how_to_go_on(session):
+    session.model(SGD, show=False)
+    session.train(CELL, steps=3, **OPTIONS)
+    fails = "if step == 5:\n    1 / 0\n"
+    with pytest.raises(CellFailedError) as failed:
+        session.train(CELL + fails, steps=6, **OPTIONS)
+    last = "Nothing is lost: the weights are those after step 5; --resume takes the other 4."
+    assert str(failed.value).splitlines()[-1] == last
+    assert failed.value._render_traceback_()[-1] == last
+    with pytest.raises(CellFailedError, match="loss") as refused:
+        session.train("x = 1", steps=6, **OPTIONS)
+    assert len(str(refused.value).splitlines()) == 1
+    with interrupted_after(0.5), pytest.raises(CellInterrupted) as stopped:
+        session.train("time.sleep(0.15)\n" + CELL, steps=50, **OPTIONS)
+    done = stopped.value.run.steps
+    step = f"Training stopped after step {5 + done}; --resume takes the other {50 - done}."
+    assert str(stopped.value) == step
+
+
 def test_resume_twice_in_a_row(session):
     losses, after = whole_run(session, steps=14)
     session.model(SGD, show=False)

@@ -123,3 +123,22 @@ def test_stop_outside_a_run_is_refused(session):
     with pytest.raises(CellFailedError, match="ends a training run after its step"):
         session.run("fsdp.stop()", show=False)
     session.run("1", show=False)
+
+
+def test_whole_weights_can_be_saved_by_one_rank(session, tmp_path):
+    """The recipe of the README."""
+    session.model("import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(5, 3))", show=False)
+    session.run(
+        f"""
+whole = {{name: fsdp.whole(value) for name, value in model.state_dict().items()}}
+if rank == 0:
+    torch.save(whole, {str(tmp_path / "model.pt")!r})
+""",
+        show=False,
+    )
+    saved = torch.load(tmp_path / "model.pt")
+    assert {name: tuple(value.shape) for name, value in saved.items()} == {
+        "0.weight": (3, 5),
+        "0.bias": (3,),
+    }
+    assert torch.equal(saved["0.weight"], session.pull("model[0].weight"))

@@ -289,3 +289,10 @@ def test_a_plateau_that_waits_for_a_larger_value_is_refused(session):
     build(session, PLATEAU.replace("factor", "mode='max', factor"))
     with pytest.raises(CellFailedError, match="mode='max'"):
         session.train(CELL, steps=2, eval_every=1, eval_data="held_out", **OPTIONS)
+
+
+def test_the_panel_shows_the_learning_rate_as_it_stands(session):
+    session.model(BUILT + f"scheduler = {PER_STEP['LambdaLR']}", show=False)
+    run = session.train(CELL, steps=2, **OPTIONS)
+    assert run.learning_rate == pytest.approx(0.1 * 0.9**2)
+    assert "learning rate 0.0810" in run.last_frame[1]

@@ -32,6 +32,9 @@ CELLS = {
     "it outside torch.no_grad()",
     "loss = model(x)": "`loss` has shape (4, 3); it must have one element: loss = loss.mean()",
     "del loss": "the cell binds no `loss`; end it with a line such as: loss = ",
+    "losss = loss; del loss": "the cell binds no `loss`; `losss` is another name; end it with",
+    "loss = torch.ones(1, requires_grad=True).sum()": "no parameter of `optimizer` takes part in "
+    "`loss`, so no step would change anything; make an optimizer of the parameters that do",
     "metrics = 0.5": "`metrics` is a float; it is a dict of numbers: metrics = {",
     "metrics = {'a': x}": "metrics['a'] has shape (4, 6); it is a number or a tensor of one",
     "metrics = {'a': 'b'}": "metrics['a'] is a str; it is a number or a tensor of one element",

@@ -137,3 +137,11 @@ def test_two_notebooks_do_not_meet_and_an_error_ends_one_with_our_line(sitting: 
     assert engines(sitting.homes[1]) == set()
     assert sitting.do(sitting.first.run("print('queued' in globals())")).text == "False\n"
     sitting.do(all_of(sitting.first, NOTEBOOK[2:5]))
+
+
+def test_px_works_from_its_first_use_and_on_fresh_engines(sitting: Any) -> None:
+    sitting.do(all_of(sitting.first, (INIT,)))
+    for _ in range(2):
+        shown = sitting.do(sitting.first.run("%%px\nprint('from px')"))
+        assert shown.text.count("from px") == 2, shown
+        sitting.do(all_of(sitting.first, ("%px x = 1", "%%fsdp\nassert x == 1", "%fsdp_restart")))

@@ -138,6 +138,14 @@ def test_ranks_that_print_their_own_line_and_then_the_same_meet_again() -> None:
     assert screen.lines == ["[rank 0] mine 0\n", "[rank 1] mine 1\n", "[ranks 0-1] same\n"]
 
 
+def test_lines_of_one_moment_stand_in_the_order_of_ranks() -> None:
+    screen = Screen(3)
+    for rank, moment in ((2, 0.0), (1, 0.02), (0, 0.04)):
+        screen.add(rank, "stdout", f"I am {rank}\n", now=moment)
+    screen.output.show(now=0.04 + TWIN_SECONDS)
+    assert screen.lines == [f"[rank {rank}] I am {rank}\n" for rank in range(3)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_ranks_lines_keep_their_order_and_none_is_lost(seed: int) -> None:
     chance = random.Random(seed)

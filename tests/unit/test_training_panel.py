@@ -66,8 +66,8 @@ def test_the_head_says_where_the_run_is() -> None:
             "ms/step 500",
             "elapsed 00:25",
             "ETA 01:15",
-            "peak used 60.0 GiB",
-            "2 × NVIDIA H100, capacity 80.0 GiB",
+            "learning rate 3.00e-04",
+            "capacity 80.0 GiB · 2 × NVIDIA H100",
             "14:03:22",
         ):
             assert words in shown
@@ -116,7 +116,7 @@ def test_the_batch_is_put_in_words(changes: dict[str, Any], expected: str) -> No
 def test_unknown_numbers_read_na() -> None:
     unknown = view("starting", total_steps=None, ranks=unknown_ranks(2))
     for shown in (Page(training.html(unknown)).text, training.text(unknown)):
-        for words in ("step 0/n/a", "loss n/a", "ms/step n/a", "ETA n/a", "peak used n/a"):
+        for words in ("step 0/n/a", "loss n/a", "ms/step n/a", "ETA n/a", "learning rate n/a"):
             assert words in shown
         assert "None" not in shown
         assert "nan" not in shown

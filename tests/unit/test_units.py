@@ -79,7 +79,15 @@ def test_seconds_read_as_a_clock(seconds: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(None, "n/a"), (4.25, "4.2"), (42, "42"), (298_900, "298.9k"), (1.2e6, "1.2M"), (3e9, "3.0G")],
+    [
+        (None, "n/a"),
+        (4.25, "4.2"),
+        (9, "9"),
+        (42, "42"),
+        (298_900, "298.9k"),
+        (1.2e6, "1.2M"),
+        (3e9, "3.0G"),
+    ],
 )
 def test_counts_read_short(count: float | None, text: str) -> None:
     assert count_text(count) == text
