@@ -104,9 +104,20 @@ class RichDisplays:
 
     def show(self, items: Mapping[int, Shown]) -> None:
         """Show what looks the same on some ranks."""
+        if not next(iter(items.values())).update:
+            self._show(items)
+            return
+        # in each place that they have, which may be one for all or several
+        by_place: dict[_Place, dict[int, Shown]] = {}
+        for rank, own in items.items():
+            place = self._names.place(rank, own.display_id)
+            if place is not None:  # else what it had that name for is gone, as on any page
+                by_place.setdefault(place, {})[rank] = own
+        for alike in by_place.values():
+            self._show(alike)
+
+    def _show(self, items: Mapping[int, Shown]) -> None:
         ranks, item = tuple(sorted(items)), next(iter(items.values()))
-        if item.update and not any(self._named_by(rank, own) for rank, own in items.items()):
-            return  # what it had that name for is gone, as on any page
         for rank in ranks if item.after_clear else ():
             self._cleared[rank] = self._recent.pop(rank, [])
         place = self._old_place(items)
@@ -135,9 +146,6 @@ class RichDisplays:
             if not own.update:
                 self._recent.setdefault(rank, []).append(place)
 
-    def _named_by(self, rank: int, item: Shown) -> _Place | None:
-        return self._names.place(rank, item.display_id)
-
     def finish(self) -> None:
         """Draw what is still to be drawn, and say how many displays were not shown."""
         for place in self._changed.values():
@@ -151,7 +159,7 @@ class RichDisplays:
         found: list[_Place | None] = []
         for rank, item in items.items():
             if item.update:
-                found.append(self._named_by(rank, item))
+                found.append(self._names.place(rank, item.display_id))
             else:
                 free = self._cleared.get(rank, [])
                 found.append(free.pop(0) if free else None)

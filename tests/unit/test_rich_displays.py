@@ -167,3 +167,14 @@ def test_names_of_displays_are_not_kept_without_end() -> None:
     assert page.items == []
     assert names.place(0, "19 99") is not None
     assert names.place(0, "0 0") is None
+
+
+def test_updates_that_become_alike_stay_in_their_places() -> None:
+    page = Page(2)
+    for rank in (0, 1):
+        page.show(rank, f"of {rank}", display_id="x")
+    page.output.show(now=1.0)
+    for rank in (0, 1):
+        page.show(rank, "alike", display_id="x", update=True)
+    page.output.finish()
+    assert page.items == ["[rank 0]\n", "alike", "[rank 1]\n", "alike"]
