@@ -26,10 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_magic.core.channel import Asked, Finished, Published, Ready
+from fsdp_magic.core.channel import Asked, Finished, Published, Ready, Unreadable
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
+from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
@@ -51,6 +52,7 @@ class Cluster:
     Attributes:
         directory: a 0700 directory for the connection files, logs, rendezvous and page.
         page: the page shared with the engines.
+        lost: what the last request lost of what engines said; None: nothing.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class Cluster:
         self._loop = LoopThread()
         self._events: Events | None = None
         self._number = 0
+        self.lost: FsdpError | None = None
         self._dead: dict[int, int | None] = {}
         self._crashes: dict[int, str] = {}
         self._ready: dict[int, Ready] = {}
         self._orders: dict[int, int] = {}
         self._launchers: dict[int, Any] = {}
         self._changed = threading.Event()
-        self._channels = Channels(self._hear)
+        self._channels = Channels(self._hear, self._note_loss)
         self._cluster = ipyparallel_cluster(self.directory, n, server)
         self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
         self._client: Any = None
@@ -181,7 +184,7 @@ class Cluster:
         """
         events: Events = Events()
         self._number += 1
-        self._events = events
+        self._events, self.lost = events, None
         for engine_id, request in requests.items():
             order = self._orders.get(engine_id)
             if order is None or self._client_waits:
@@ -204,6 +207,8 @@ class Cluster:
             self._orders[message.engine_id] = order
             self._changed.set()
             return
+        if isinstance(message, Unreadable):
+            raise ValueError(message.reason)
         events = self._events
         if events is None or message.number != self._number:
             return  # of a request that nobody follows any more
@@ -215,6 +220,20 @@ class Cluster:
                     events.put(event)
             case Finished():
                 events.put(Answered(engine_id=engine_id, reply=message.answer()))
+
+    def _note_loss(self, order: int, message: Any, error: Exception) -> None:
+        """Note that something an engine said could not be taken; in the thread that reads.
+
+        The request fails once every engine has answered it; one whose answer it may have been
+        has none to wait for.
+        """
+        self.lost = FsdpError(
+            f"what engine {order} sent cannot be read in the notebook: {as_typed(str(error))}; "
+            "the engines are in order, and go on with the next cell"
+        )
+        events, ready = self._events, self._ready.get(order)
+        if events is not None and ready is not None and not isinstance(message, Published):
+            events.put(Answered(engine_id=ready.engine_id, reply=self.lost))
 
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
