@@ -21,13 +21,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_magic.core.channel import Asked, Finished, Published, Ready, Unreadable
-from fsdp_magic.core.errors import EngineDiedError, FsdpError
+from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
 from fsdp_magic.core.wording import as_typed
@@ -36,8 +36,9 @@ from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
+from fsdp_magic.notebook.live import Interruptions
 
-_START_SECONDS = 120.0
+_START_SECONDS, _LOOK_SECONDS = 120.0, 0.05
 _CRASH_LINES = 40
 _LOG_LINES = 12
 
@@ -48,6 +49,8 @@ class Cluster:
     Args:
         n: number of engines.
         environment: variables for every engine, beside the kernel's own.
+        server: makes the processes; None: each is started by itself.
+        interruptions: hold interrupts back while this starts and stops.
 
     Attributes:
         directory: a 0700 directory for the connection files, logs, rendezvous and page.
@@ -56,11 +59,18 @@ class Cluster:
     """
 
     def __init__(
-        self, n: int, *, environment: Mapping[str, str], server: ForkServer | None = None
+        self,
+        n: int,
+        *,
+        environment: Mapping[str, str],
+        server: ForkServer | None = None,
+        interruptions: Interruptions | None = None,
     ) -> None:
         self.n = n
         self._server = server
+        self._interruptions = interruptions or Interruptions()
         self.directory = tempfile.mkdtemp(prefix="fsdp_magic-") if not server else server.directory
+        _empty(self.directory)
         self.page = Page(_new_page(Path(self.directory, "page"), n))
         self._loop = LoopThread()
         self._events: Events | None = None
@@ -85,10 +95,12 @@ class Cluster:
 
         Raises:
             FsdpError: if an engine ended or did not come in time; nothing is left behind.
+            CellInterrupted: if the person gave it up; nothing is left behind.
         """
+        starts = self._cluster.start_controller, partial(self._cluster.start_engines, self.n)
         try:
-            self._loop.run(self._cluster.start_controller(environment=self._environment))
-            self._loop.run(self._cluster.start_engines(self.n, environment=self._environment))
+            for start in starts:
+                self._loop.run(start(environment=self._environment), check=self.check_interrupted)
             self._launchers = {int(x.identifier): x for x in self._started_engines()}
             for launcher in (*self._launchers.values(), self._cluster.controller):
                 launcher.on_stop(lambda _: self._changed.set())
@@ -104,10 +116,23 @@ class Cluster:
         """End every process and remove every file; safe to call twice."""
         if self._stopped:
             return
-        self._stopped = True
-        if self._client is not None:
-            self._client.close(linger=0)
-            self._client = None
+        with self._interruptions, ExitStack() as steps:  # the last that is named comes first
+            steps.callback(setattr, self, "_stopped", True)
+            steps.callback(self._remove_files)
+            steps.callback(self._loop.stop)
+            steps.callback(self._close_channels)
+            steps.callback(self._end_processes)
+            if self._client is not None:
+                steps.callback(self._client.close, linger=0)
+
+    def check_interrupted(self) -> None:
+        """Raise if the person interrupted since the interruptions began to be held back."""
+        if self._interruptions.count:
+            raise CellInterrupted(
+                "interrupted while the engines started; there are none now: type %fsdp_init"
+            )
+
+    def _end_processes(self) -> None:
         self._loop.run(asyncio.sleep(0))  # a start that was interrupted starts no more after this
         engines = self._started_engines()
         launchers = [*engines, self._cluster.controller]
@@ -117,10 +142,13 @@ class Cluster:
             if launcher is not None:  # its thread reports to the loop once more
                 with suppress(TimeoutError):
                     self._loop.run(launcher.join(timeout=1))
+
+    def _close_channels(self) -> None:
         self._channels.close()
-        for launcher in engines:
+        for launcher in self._started_engines():
             launcher.close_channel()
-        self._loop.stop()
+
+    def _remove_files(self) -> None:
         if self._server is None:
             shutil.rmtree(self.directory, ignore_errors=True)
         else:
@@ -129,8 +157,9 @@ class Cluster:
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while len(self._ready) < self.n:
-            self._changed.wait(timeout=1.0)
+            self._changed.wait(timeout=_LOOK_SECONDS)
             self._changed.clear()
+            self.check_interrupted()
             controller = self._cluster.controller
             if controller.state == "after":
                 raise FsdpError(

@@ -38,23 +38,29 @@ class Engines:
     Args:
         plan: the world to start.
         server: makes their processes; None: each is started by itself.
+        interruptions: hold interrupts back while they start and stop.
 
     Attributes:
         cluster: their processes.
         broken: why nothing can be asked any more; None: all is well.
     """
 
-    def __init__(self, plan: WorldPlan, server: ForkServer | None = None) -> None:
-        self.cluster = Cluster(plan.n, environment=plan.environment, server=server)
+    def __init__(
+        self, plan: WorldPlan, server: ForkServer | None, interruptions: Interruptions
+    ) -> None:
+        self._interruptions = interruptions
+        self.cluster = Cluster(
+            plan.n, environment=plan.environment, server=server, interruptions=interruptions
+        )
         self.broken: FsdpError | None = None
         self._plan = plan
         self._ranks: dict[int, int] = {}
         self._generation = 1
-        self._interruptions = Interruptions()
         self._asking = threading.Lock()
         try:
             self.cluster.start()
             self._join()
+            self.cluster.check_interrupted()
         except BaseException:
             self.cluster.stop()
             raise

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
@@ -35,8 +36,10 @@ _LOG = logging.getLogger(f"{__name__}.ipyparallel")
 _LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter
 _OWN_LOG = logging.getLogger(__name__)
 _STOP_SECONDS = 2.0
-_COMMAND_LENGTH = 3
-"""Of ``python -m MODULE``, before a launcher's arguments."""
+_CHECK_SECONDS = 0.05
+_COMMAND_LENGTH = 4
+"""Of ``python -P -m MODULE``, before a launcher's arguments; -P: no module of the person's that
+is called as one of Python's own takes its place while a process starts."""
 _Result = TypeVar("_Result")
 
 CONTROLLER_ARGUMENTS = (
@@ -67,9 +70,23 @@ class LoopThread:
         )
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine on the loop, and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def run(
+        self, coroutine: Coroutine[Any, Any, _Result], *, check: Callable[[], None] | None = None
+    ) -> _Result:
+        """Run a coroutine on the loop, and wait for its result.
+
+        Args:
+            coroutine: what to run.
+            check: called some twenty times a second; what it raises gives the coroutine up.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            while check is not None and not wait([future], timeout=_CHECK_SECONDS).done:
+                check()
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
 
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call something on the loop after a time."""
@@ -93,9 +110,9 @@ def ipyparallel_cluster(directory: str, n: int, server: ForkServer | None) -> An
     """
     config = Config()
     config.LocalControllerLauncher.controller_cmd = [
-        sys.executable, "-m", "fsdp_magic.engine.controller",
+        sys.executable, "-P", "-m", "fsdp_magic.engine.controller",
     ]  # fmt: skip
-    config.LocalEngineSetLauncher.engine_cmd = [sys.executable, "-m", "fsdp_magic.engine"]
+    config.LocalEngineSetLauncher.engine_cmd = [sys.executable, "-P", "-m", "fsdp_magic.engine"]
     config.LocalEngineSetLauncher.engine_args = list(ENGINE_ARGUMENTS)
     config.LocalEngineSetLauncher.delay = 0.0
 
