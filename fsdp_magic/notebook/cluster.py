@@ -11,12 +11,9 @@ a process has ended.
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import shutil
 import signal
-import socket
-import stat
 import tempfile
 import threading
 import time
@@ -28,10 +25,11 @@ from typing import Any
 
 from fsdp_magic.core.channel import Asked, Finished, Published, Ready, Unreadable
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
-from fsdp_magic.core.page import Page, page_bytes
+from fsdp_magic.core.page import Page
 from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
 from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
+from fsdp_magic.notebook.cluster_files import crash_report, death, empty, last_lines, new_page
 from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
@@ -39,8 +37,6 @@ from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cl
 from fsdp_magic.notebook.live import Interruptions
 
 _START_SECONDS, _LOOK_SECONDS = 120.0, 0.05
-_CRASH_LINES = 40
-_LOG_LINES = 12
 
 
 class Cluster:
@@ -70,8 +66,8 @@ class Cluster:
         self._server = server
         self._interruptions = interruptions or Interruptions()
         self.directory = tempfile.mkdtemp(prefix="fsdp_magic-") if not server else server.directory
-        _empty(self.directory)
-        self.page = Page(_new_page(Path(self.directory, "page"), n))
+        empty(self.directory)
+        self.page = Page(new_page(Path(self.directory, "page"), n))
         self._loop = LoopThread()
         self._events: Events | None = None
         self._number = 0
@@ -122,8 +118,7 @@ class Cluster:
             steps.callback(self._loop.stop)
             steps.callback(self._close_channels)
             steps.callback(self._end_processes)
-            if self._client is not None:
-                steps.callback(self._client.close, linger=0)
+            steps.callback(self._close_client)
 
     def check_interrupted(self) -> None:
         """Raise if the person interrupted since the interruptions began to be held back."""
@@ -131,6 +126,11 @@ class Cluster:
             raise CellInterrupted(
                 "interrupted while the engines started; there are none now: type %fsdp_init"
             )
+
+    def _close_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(linger=0)
 
     def _end_processes(self) -> None:
         self._loop.run(asyncio.sleep(0))  # a start that was interrupted starts no more after this
@@ -152,7 +152,7 @@ class Cluster:
         if self._server is None:
             shutil.rmtree(self.directory, ignore_errors=True)
         else:
-            _empty(self.directory)
+            empty(self.directory)
 
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
@@ -164,7 +164,7 @@ class Cluster:
             if controller.state == "after":
                 raise FsdpError(
                     f"the controller ended while starting: {controller.stop_data}; the end of its "
-                    f"log:\n{_last_lines(controller.get_output())}"
+                    f"log:\n{last_lines(controller.get_output())}"
                 )
             logs = self._logs_of_ended()
             if logs:
@@ -184,7 +184,7 @@ class Cluster:
     def _logs_of_ended(self) -> list[str]:
         """Return the last lines of each engine that ended."""
         sets = self._cluster.engines.values()
-        return [_last_lines(text) for s in sets for text in list(s.outputs.values())]
+        return [last_lines(text) for s in sets for text in list(s.outputs.values())]
 
     # -- talking
 
@@ -289,53 +289,12 @@ class Cluster:
     def _note_death(self, engine_id: int, launcher: Any, data: Mapping[str, Any]) -> None:
         code = data.get("exit_code")
         self._dead[engine_id] = code
-        self._crashes[engine_id] = _crash_report(launcher.get_output())
+        self._crashes[engine_id] = crash_report(launcher.get_output())
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
         if self._client is not None:
             tell_of_end(self._client, engine_id)
 
-    def died(self, engine_id: int, *, rank: int | None) -> EngineDiedError:
-        """Return the error that tells of an engine's death."""
-        code = self._dead.get(engine_id)
-        number = -code if code is not None and code < 0 else None
-        crash = self._crashes.get(engine_id, "")
-        how = f"exit code {code}" if number is None else signal.Signals(number).name
-        how = "nobody can say how" if code is None else how
-        name = f"engine {engine_id}" if rank is None else f"rank {rank}"
-        host = socket.gethostname()
-        return EngineDiedError(
-            f"{name} on {host} ended ({how}); type %fsdp_restart for fresh engines{crash}",
-            rank=rank,
-            host=host,
-            signal=number,
-        )
-
-
-def _new_page(path: Path, world_size: int) -> memoryview:
-    """Make the file of the shared page, for its owner only, and map it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
-    try:
-        os.ftruncate(descriptor, page_bytes(world_size))
-        return memoryview(mmap.mmap(descriptor, page_bytes(world_size))).cast("Q")
-    finally:
-        os.close(descriptor)
-
-
-def _last_lines(log: str) -> str:
-    return "\n".join(log.splitlines()[-_LOG_LINES:])
-
-
-def _empty(directory: str) -> None:
-    """Remove everything in a directory that goes on being used."""
-    for entry in Path(directory).iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
-def _crash_report(log: str) -> str:
-    """Return what the interpreter wrote when it crashed, as lines to add; empty if it did not."""
-    start = log.find("Fatal Python error")
-    return "" if start < 0 else "\n" + "\n".join(log[start:].splitlines()[:_CRASH_LINES])
+    def died(self, engine_id: int, *, rank: int) -> EngineDiedError:
+        """Return the error that tells of the death of a rank's engine."""
+        return death(rank, self._dead.get(engine_id), self._crashes.get(engine_id, ""))

@@ -37,9 +37,8 @@ _LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show w
 _OWN_LOG = logging.getLogger(__name__)
 _STOP_SECONDS = 2.0
 _CHECK_SECONDS = 0.05
-_COMMAND_LENGTH = 4
-"""Of ``python -P -m MODULE``, before a launcher's arguments; -P: no module of the person's that
-is called as one of Python's own takes its place while a process starts."""
+_COMMAND = (sys.executable, "-P", "-m")
+"""-P: no module of the person's that is called as one of Python's own takes its place."""
 _Result = TypeVar("_Result")
 
 CONTROLLER_ARGUMENTS = (
@@ -109,10 +108,8 @@ def ipyparallel_cluster(directory: str, n: int, server: ForkServer | None) -> An
         server: makes the processes; None: each is started by itself.
     """
     config = Config()
-    config.LocalControllerLauncher.controller_cmd = [
-        sys.executable, "-P", "-m", "fsdp_magic.engine.controller",
-    ]  # fmt: skip
-    config.LocalEngineSetLauncher.engine_cmd = [sys.executable, "-P", "-m", "fsdp_magic.engine"]
+    config.LocalControllerLauncher.controller_cmd = [*_COMMAND, "fsdp_magic.engine.controller"]
+    config.LocalEngineSetLauncher.engine_cmd = [*_COMMAND, "fsdp_magic.engine"]
     config.LocalEngineSetLauncher.engine_args = list(ENGINE_ARGUMENTS)
     config.LocalEngineSetLauncher.delay = 0.0
 
@@ -184,7 +181,7 @@ class _Forked:
         request = ForkRequest(
             number=self.fork_server.next_number(),
             role=self.role,
-            arguments=tuple(self.args[_COMMAND_LENGTH:]),
+            arguments=tuple(self.args[len(_COMMAND) + 1 :]),
             environment={**os.environ, **self.get_env()},
             directory=os.path.abspath(self.work_dir),
             output=self.output_file,
