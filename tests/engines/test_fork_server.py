@@ -105,6 +105,13 @@ def test_engines_outlive_their_server_and_their_own_end_is_still_seen_at_once(
     assert results(session, "rank") == ["0", "1"]
 
 
+def beside_the_notebook(directory: Path) -> None:
+    """Put modules into the notebook's directory."""
+    for name in ("random", "queue", "tempfile"):
+        (directory / f"{name}.py").write_text("raise RuntimeError('of the person')")
+    (directory / "persons_module.py").write_text("value = 5")
+
+
 @pytest.fixture
 def threads_in_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "sitecustomize.py").write_text(
@@ -122,11 +129,15 @@ if "fsdp_magic.engine.fork_server" in sys.orig_argv:
 
 @pytest.mark.usefixtures("threads_in_the_server")
 def test_without_a_server_that_can_fork_engines_are_started_by_themselves(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "notebook").mkdir()
+    beside_the_notebook(tmp_path / "notebook")
+    monkeypatch.chdir(tmp_path / "notebook")
     with Session(InitSpec(n=1, device="cpu")) as session:
         assert "2 threads are running in the fork server" in caplog.text
         assert results(session, "import os; (rank, os.getppid())") == [repr((0, os.getpid()))]
+        assert results(session, "import persons_module; persons_module.value") == ["5"]
         died = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
         with pytest.raises(EngineDiedError, match="SIGSEGV") as caught:
             session.run(died, show=False)
@@ -167,11 +178,10 @@ def test_an_interrupt_while_engines_are_replaced_leaves_none_and_they_can_be_sta
 def test_modules_beside_the_notebook_are_found_and_never_in_place_of_pythons_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("random", "queue", "tempfile"):
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the person')")
-    (tmp_path / "persons_module.py").write_text("value = 5")
+    beside_the_notebook(tmp_path)
     monkeypatch.chdir(tmp_path)
     with Session(InitSpec(n=1, device="cpu")) as session:
+        assert results(session, "import os; os.getppid()") == [str(server_pid(session))]
         assert results(session, "import persons_module; persons_module.value") == ["5"]
         look = f"import sys; [p for p in sys.path if p in ('', {str(tmp_path)!r})]"
         assert results(session, look) == ["['']"]
