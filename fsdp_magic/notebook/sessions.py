@@ -60,3 +60,8 @@ def init_from(spec: InitSpec, *, show: bool = True) -> Session:
 def current() -> Session | None:
     """Return the session that ``init`` started last, if its engines are there."""
     return _CURRENT[0] if _CURRENT and _CURRENT[0].running else None
+
+
+def restartable() -> Session | None:
+    """Return the session that is running; else the last that was, whose engines have ended."""
+    return current() or (_CURRENT[0] if _CURRENT else None)
