@@ -60,8 +60,13 @@ class Published:
     buffers: tuple[bytes, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """Return the Jupyter message."""
-        header, content = json.loads(self.header), json.loads(self.content)
+        """Return the Jupyter message.
+
+        Jupyter packs a file name that is no UTF-8 (``surrogateescape``) as the bytes that it was.
+        """
+        header, content = (
+            json.loads(x.decode(errors="replace")) for x in (self.header, self.content)
+        )
         return {"header": header, "content": content, "buffers": list(self.buffers)}
 
 
@@ -87,6 +92,13 @@ class Finished:
                 f"an engine's answer cannot be read in the notebook: {error}; let the cell leave "
                 "numbers, text or arrays instead"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """Stands for a message that could not be unpickled. ``reason`` says why."""
+
+    reason: str
 
 
 class ChannelClosedError(Exception):
@@ -115,8 +127,8 @@ class Frames:
             raise ChannelClosedError
         self._waiting += data
         while (end := self._end_of_first()) is not None:
-            with memoryview(self._waiting) as view:
-                message = pickle.loads(view[_LENGTH.size : end])
+            with memoryview(self._waiting) as view, view[_LENGTH.size : end] as body:
+                message = _unpickled(body)
             del self._waiting[:end]
             yield message
 
@@ -126,3 +138,10 @@ class Frames:
             return None
         end = _LENGTH.size + int(_LENGTH.unpack_from(self._waiting)[0])
         return end if len(self._waiting) >= end else None
+
+
+def _unpickled(body: memoryview) -> Any:
+    try:
+        return pickle.loads(body)
+    except Exception as error:  # whatever an object's own unpickling raises
+        return Unreadable(reason=f"{type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
     def init_signal(self) -> None:
         """Take over SIGINT and offer the verbs; called once the kernel object is there."""
         super().init_signal()
+        _find_modules_here()
         self.session.digest_history_size = DIGESTS
         INTERRUPTS.install()
         signal.signal(signal.SIGTERM, _leave)
@@ -84,6 +86,18 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         """Publish what is printed, through our reports."""
         super().redirect_output(iopub_socket)
         PRINTING.install(self.kernel.shell)
+
+
+def _find_modules_here() -> None:
+    """Let cells import modules of the notebook's directory, as they do in its kernel.
+
+    After Python's own library, before what is installed. Source: IPython, ``init_path``, which
+    does not for a process that starts with ``-P``; ipyparallel puts the directory first, twice.
+    """
+    kept = [path for path in sys.path if path]
+    after = (i for i, path in enumerate(kept) if Path(path).name.endswith("-packages"))
+    kept.insert(next(after, len(kept)), "")
+    sys.path[:] = kept
 
 
 def _is_json(path: Path) -> bool:

@@ -2,15 +2,18 @@
 
 ipyparallel's own road leads over its controller, and each message passes five threads. A channel
 leads straight to the engine's main thread, and brings back what the cell prints, in order, and
-then its answer. ``engine/channel.py`` is the other side. One thread reads all channels.
+then its answer. ``engine/channel.py`` is the other side. One thread reads all channels. It also
+sends what a channel does not take at once: an engine that stands still must hold nobody up.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,6 +21,37 @@ from typing import Any
 from fsdp_magic.core.channel import Asked, ChannelClosedError, Frames, framed
 
 _CHUNK_BYTES = 1 << 20
+_LOG = logging.getLogger(__name__)
+
+
+class _Line:
+    """One engine's channel, and what waits to be sent on it.
+
+    Args:
+        channel: the kernel's side.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.frames = Frames()
+        self._unsent: deque[memoryview] = deque()
+        self._sending = threading.Lock()
+
+    def send(self, *parts: bytes) -> bool:
+        """Send as much as the channel takes now; return whether that was all."""
+        with self._sending:
+            self._unsent.extend(memoryview(part) for part in parts)
+            try:
+                while self._unsent:
+                    sent = self.channel.send(self._unsent[0][:_CHUNK_BYTES], socket.MSG_DONTWAIT)
+                    rest = self._unsent.popleft()[sent:]
+                    if rest:
+                        self._unsent.appendleft(rest)
+            except BlockingIOError:
+                return False
+            except OSError:  # the engine is gone; its end is told elsewhere
+                self._unsent.clear()
+            return True
 
 
 class Channels:
@@ -25,29 +59,28 @@ class Channels:
 
     Args:
         heard: called with an engine's order and what it said, from the thread that reads.
+        failed: called so with an engine's order, what it said, and what ``heard`` raised.
     """
 
-    def __init__(self, heard: Callable[[int, Any], None]) -> None:
+    def __init__(
+        self, heard: Callable[[int, Any], None], failed: Callable[[int, Any, Exception], None]
+    ) -> None:
         self._heard = heard
-        self._sockets: dict[int, socket.socket] = {}
+        self._failed = failed
+        self._lines: dict[int, _Line] = {}
         self._woken, self._wake = os.pipe()
         self._thread: threading.Thread | None = None
 
     def start(self, sockets: dict[int, socket.socket]) -> None:
         """Take the channels, and read them from now on."""
-        self._sockets = sockets
-        self._thread = threading.Thread(target=self._read, name="fsdp_magic channels", daemon=True)
+        self._lines = {order: _Line(channel) for order, channel in sockets.items()}
+        self._thread = threading.Thread(target=self._serve, name="fsdp_magic channels", daemon=True)
         self._thread.start()
 
     def send(self, order: int, message: Asked) -> None:
-        """Send a request; if the engine is gone, its end is told elsewhere."""
-        length, body = framed(message)
-        with suppress(OSError):
-            if len(body) < _CHUNK_BYTES:
-                self._sockets[order].sendall(length + body)
-            else:
-                self._sockets[order].sendall(length)
-                self._sockets[order].sendall(body)
+        """Send a request, without waiting; if the engine is gone, its end is told elsewhere."""
+        if not self._lines[order].send(*framed(message)):
+            os.write(self._wake, b".")
 
     def close(self) -> None:
         """Close them; safe to call twice."""
@@ -58,22 +91,45 @@ class Channels:
         if self._thread is not None:
             self._thread.join(timeout=5)
         os.close(self._woken)
-        for channel in self._sockets.values():
-            channel.close()
+        for line in self._lines.values():
+            line.channel.close()
 
-    def _read(self) -> None:
+    # -- the thread that reads
+
+    def _serve(self) -> None:
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
-        open_ = {channel.fileno(): (order, Frames()) for order, channel in self._sockets.items()}
+        open_ = {line.channel.fileno(): order for order, line in self._lines.items()}
         for descriptor in open_:
             poll.register(descriptor, select.POLLIN)
         while True:
-            for descriptor, _ in poll.poll():
-                if descriptor == self._woken:
+            for descriptor, state in poll.poll():
+                if descriptor != self._woken:
+                    self._turn(poll, descriptor, state, open_[descriptor])
+                elif os.read(self._woken, 64):
+                    for sending in open_:
+                        with suppress(FileNotFoundError):  # it is gone
+                            poll.modify(sending, select.POLLIN | select.POLLOUT)
+                else:
                     return
-                order, frames = open_[descriptor]
-                try:
-                    for message in frames.add(self._sockets[order].recv(_CHUNK_BYTES)):
-                        self._heard(order, message)
-                except (OSError, ChannelClosedError):
-                    poll.unregister(descriptor)
+
+    def _turn(self, poll: select.poll, descriptor: int, state: int, order: int) -> None:
+        """Send what a channel takes, and read what it brings."""
+        line = self._lines[order]
+        if state & select.POLLOUT and line.send():
+            poll.modify(descriptor, select.POLLIN)
+        if not state & ~select.POLLOUT:
+            return
+        try:
+            for message in line.frames.add(line.channel.recv(_CHUNK_BYTES)):
+                self._hear(order, message)
+        except (OSError, ChannelClosedError):
+            poll.unregister(descriptor)
+
+    def _hear(self, order: int, message: Any) -> None:
+        """Pass a message on; whatever comes of it, the next one must be read."""
+        try:
+            self._heard(order, message)
+        except Exception as error:  # what an engine says may be anything
+            _LOG.debug("a message of engine %d was lost", order, exc_info=True)
+            self._failed(order, message, error)

@@ -11,34 +11,32 @@ a process has ended.
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import shutil
 import signal
-import socket
-import stat
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_magic.core.channel import Asked, Finished, Published, Ready
-from fsdp_magic.core.errors import EngineDiedError, FsdpError
-from fsdp_magic.core.page import Page, page_bytes
+from fsdp_magic.core.channel import Asked, Finished, Published, Ready, Unreadable
+from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
+from fsdp_magic.core.page import Page
 from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
+from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
+from fsdp_magic.notebook.cluster_files import crash_report, death, empty, last_lines, new_page
 from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
+from fsdp_magic.notebook.live import Interruptions
 
-_START_SECONDS = 120.0
-_CRASH_LINES = 40
-_LOG_LINES = 12
+_START_SECONDS, _LOOK_SECONDS = 120.0, 0.05
 
 
 class Cluster:
@@ -47,29 +45,40 @@ class Cluster:
     Args:
         n: number of engines.
         environment: variables for every engine, beside the kernel's own.
+        server: makes the processes; None: each is started by itself.
+        interruptions: hold interrupts back while this starts and stops.
 
     Attributes:
         directory: a 0700 directory for the connection files, logs, rendezvous and page.
         page: the page shared with the engines.
+        lost: what the last request lost of what engines said; None: nothing.
     """
 
     def __init__(
-        self, n: int, *, environment: Mapping[str, str], server: ForkServer | None = None
+        self,
+        n: int,
+        *,
+        environment: Mapping[str, str],
+        server: ForkServer | None = None,
+        interruptions: Interruptions | None = None,
     ) -> None:
         self.n = n
         self._server = server
+        self._interruptions = interruptions or Interruptions()
         self.directory = tempfile.mkdtemp(prefix="fsdp_magic-") if not server else server.directory
-        self.page = Page(_new_page(Path(self.directory, "page"), n))
+        empty(self.directory)
+        self.page = Page(new_page(Path(self.directory, "page"), n))
         self._loop = LoopThread()
         self._events: Events | None = None
         self._number = 0
+        self.lost: FsdpError | None = None
         self._dead: dict[int, int | None] = {}
         self._crashes: dict[int, str] = {}
         self._ready: dict[int, Ready] = {}
         self._orders: dict[int, int] = {}
         self._launchers: dict[int, Any] = {}
         self._changed = threading.Event()
-        self._channels = Channels(self._hear)
+        self._channels = Channels(self._hear, self._note_loss)
         self._cluster = ipyparallel_cluster(self.directory, n, server)
         self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
         self._client: Any = None
@@ -82,10 +91,12 @@ class Cluster:
 
         Raises:
             FsdpError: if an engine ended or did not come in time; nothing is left behind.
+            CellInterrupted: if the person gave it up; nothing is left behind.
         """
+        starts = self._cluster.start_controller, partial(self._cluster.start_engines, self.n)
         try:
-            self._loop.run(self._cluster.start_controller(environment=self._environment))
-            self._loop.run(self._cluster.start_engines(self.n, environment=self._environment))
+            for start in starts:
+                self._loop.run(start(environment=self._environment), check=self.check_interrupted)
             self._launchers = {int(x.identifier): x for x in self._started_engines()}
             for launcher in (*self._launchers.values(), self._cluster.controller):
                 launcher.on_stop(lambda _: self._changed.set())
@@ -101,10 +112,27 @@ class Cluster:
         """End every process and remove every file; safe to call twice."""
         if self._stopped:
             return
-        self._stopped = True
-        if self._client is not None:
-            self._client.close(linger=0)
-            self._client = None
+        with self._interruptions, ExitStack() as steps:  # the last that is named comes first
+            steps.callback(setattr, self, "_stopped", True)
+            steps.callback(self._remove_files)
+            steps.callback(self._loop.stop)
+            steps.callback(self._close_channels)
+            steps.callback(self._end_processes)
+            steps.callback(self._close_client)
+
+    def check_interrupted(self) -> None:
+        """Raise if the person interrupted since the interruptions began to be held back."""
+        if self._interruptions.count:
+            raise CellInterrupted(
+                "interrupted while the engines started; there are none now: type %fsdp_init"
+            )
+
+    def _close_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(linger=0)
+
+    def _end_processes(self) -> None:
         self._loop.run(asyncio.sleep(0))  # a start that was interrupted starts no more after this
         engines = self._started_engines()
         launchers = [*engines, self._cluster.controller]
@@ -114,25 +142,29 @@ class Cluster:
             if launcher is not None:  # its thread reports to the loop once more
                 with suppress(TimeoutError):
                     self._loop.run(launcher.join(timeout=1))
+
+    def _close_channels(self) -> None:
         self._channels.close()
-        for launcher in engines:
+        for launcher in self._started_engines():
             launcher.close_channel()
-        self._loop.stop()
+
+    def _remove_files(self) -> None:
         if self._server is None:
             shutil.rmtree(self.directory, ignore_errors=True)
         else:
-            _empty(self.directory)
+            empty(self.directory)
 
     def _wait_for_engines(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while len(self._ready) < self.n:
-            self._changed.wait(timeout=1.0)
+            self._changed.wait(timeout=_LOOK_SECONDS)
             self._changed.clear()
+            self.check_interrupted()
             controller = self._cluster.controller
             if controller.state == "after":
                 raise FsdpError(
                     f"the controller ended while starting: {controller.stop_data}; the end of its "
-                    f"log:\n{_last_lines(controller.get_output())}"
+                    f"log:\n{last_lines(controller.get_output())}"
                 )
             logs = self._logs_of_ended()
             if logs:
@@ -152,7 +184,7 @@ class Cluster:
     def _logs_of_ended(self) -> list[str]:
         """Return the last lines of each engine that ended."""
         sets = self._cluster.engines.values()
-        return [_last_lines(text) for s in sets for text in list(s.outputs.values())]
+        return [last_lines(text) for s in sets for text in list(s.outputs.values())]
 
     # -- talking
 
@@ -181,7 +213,7 @@ class Cluster:
         """
         events: Events = Events()
         self._number += 1
-        self._events = events
+        self._events, self.lost = events, None
         for engine_id, request in requests.items():
             order = self._orders.get(engine_id)
             if order is None or self._client_waits:
@@ -204,6 +236,8 @@ class Cluster:
             self._orders[message.engine_id] = order
             self._changed.set()
             return
+        if isinstance(message, Unreadable):
+            raise ValueError(message.reason)
         events = self._events
         if events is None or message.number != self._number:
             return  # of a request that nobody follows any more
@@ -215,6 +249,20 @@ class Cluster:
                     events.put(event)
             case Finished():
                 events.put(Answered(engine_id=engine_id, reply=message.answer()))
+
+    def _note_loss(self, order: int, message: Any, error: Exception) -> None:
+        """Note that something an engine said could not be taken; in the thread that reads.
+
+        The request fails once every engine has answered it; one whose answer it may have been
+        has none to wait for.
+        """
+        self.lost = FsdpError(
+            f"what engine {order} sent cannot be read in the notebook: {as_typed(str(error))}; "
+            "the engines are in order, and go on with the next cell"
+        )
+        events, ready = self._events, self._ready.get(order)
+        if events is not None and ready is not None and not isinstance(message, Published):
+            events.put(Answered(engine_id=ready.engine_id, reply=self.lost))
 
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
@@ -241,53 +289,12 @@ class Cluster:
     def _note_death(self, engine_id: int, launcher: Any, data: Mapping[str, Any]) -> None:
         code = data.get("exit_code")
         self._dead[engine_id] = code
-        self._crashes[engine_id] = _crash_report(launcher.get_output())
+        self._crashes[engine_id] = crash_report(launcher.get_output())
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
         if self._client is not None:
             tell_of_end(self._client, engine_id)
 
-    def died(self, engine_id: int, *, rank: int | None) -> EngineDiedError:
-        """Return the error that tells of an engine's death."""
-        code = self._dead.get(engine_id)
-        number = -code if code is not None and code < 0 else None
-        crash = self._crashes.get(engine_id, "")
-        how = f"exit code {code}" if number is None else signal.Signals(number).name
-        how = "nobody can say how" if code is None else how
-        name = f"engine {engine_id}" if rank is None else f"rank {rank}"
-        host = socket.gethostname()
-        return EngineDiedError(
-            f"{name} on {host} ended ({how}); type %fsdp_restart for fresh engines{crash}",
-            rank=rank,
-            host=host,
-            signal=number,
-        )
-
-
-def _new_page(path: Path, world_size: int) -> memoryview:
-    """Make the file of the shared page, for its owner only, and map it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
-    try:
-        os.ftruncate(descriptor, page_bytes(world_size))
-        return memoryview(mmap.mmap(descriptor, page_bytes(world_size))).cast("Q")
-    finally:
-        os.close(descriptor)
-
-
-def _last_lines(log: str) -> str:
-    return "\n".join(log.splitlines()[-_LOG_LINES:])
-
-
-def _empty(directory: str) -> None:
-    """Remove everything in a directory that goes on being used."""
-    for entry in Path(directory).iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
-def _crash_report(log: str) -> str:
-    """Return what the interpreter wrote when it crashed, as lines to add; empty if it did not."""
-    start = log.find("Fatal Python error")
-    return "" if start < 0 else "\n" + "\n".join(log[start:].splitlines()[:_CRASH_LINES])
+    def died(self, engine_id: int, *, rank: int) -> EngineDiedError:
+        """Return the error that tells of the death of a rank's engine."""
+        return death(rank, self._dead.get(engine_id), self._crashes.get(engine_id, ""))

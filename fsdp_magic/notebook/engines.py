@@ -8,12 +8,13 @@ cannot be recovered.
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
+from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
 from fsdp_magic.core.protocol import RecoverRequest, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
@@ -28,6 +29,8 @@ from fsdp_magic.notebook.screen import Nowhere, Screen
 from fsdp_magic.notebook.world import WorldPlan
 
 _QUICK_SECONDS = 30.0
+_GLANCE_SECONDS = 0.2
+"""How long a request waits for a look at an engine that another thread is just sending."""
 
 
 class Engines:
@@ -36,23 +39,30 @@ class Engines:
     Args:
         plan: the world to start.
         server: makes their processes; None: each is started by itself.
+        interruptions: hold interrupts back while they start and stop.
 
     Attributes:
         cluster: their processes.
         broken: why nothing can be asked any more; None: all is well.
     """
 
-    def __init__(self, plan: WorldPlan, server: ForkServer | None = None) -> None:
-        self.cluster = Cluster(plan.n, environment=plan.environment, server=server)
+    def __init__(
+        self, plan: WorldPlan, server: ForkServer | None, interruptions: Interruptions
+    ) -> None:
+        self._interruptions = interruptions
+        self.cluster = Cluster(
+            plan.n, environment=plan.environment, server=server, interruptions=interruptions
+        )
         self.broken: FsdpError | None = None
         self._plan = plan
         self._ranks: dict[int, int] = {}
         self._generation = 1
         self._displays = DisplayNames()
-        self._interruptions = Interruptions()
+        self._asking = threading.Lock()
         try:
             self.cluster.start()
             self._join()
+            self.cluster.check_interrupted()
         except BaseException:
             self.cluster.stop()
             raise
@@ -80,6 +90,9 @@ class Engines:
             timeout: seconds it may take; None: any time.
             run: takes the progress; with one, an interrupt asks for a clean stop first.
             on_tick: called some twenty times a second.
+
+        Raises:
+            UsageError: if another request is under way, of another thread or around this one.
         """
         if self.broken is not None:
             raise self.broken.with_traceback(None)  # else it grows with each cell
@@ -87,7 +100,7 @@ class Engines:
         engines = {rank: engine_id for engine_id, rank in self._ranks.items()}
         asked = {engines[rank]: request for rank, request in requests.items()}
         output = Output(sorted(requests), screen=screen, names=self._displays)
-        with self._interruptions:  # from before it is sent until the ranks are in order again
+        with self._alone():  # from before it is sent until the ranks are in order again
             outcome = Follower(
                 ranks={engine_id: self._ranks[engine_id] for engine_id in asked},
                 events=self.cluster.send(verb, asked),
@@ -103,6 +116,8 @@ class Engines:
             self._settle(outcome, output, timeout)
         if self._interruptions.count:
             raise CellInterrupted("interrupted")
+        if self.cluster.lost is not None:
+            raise self.cluster.lost
         return outcome.replies, output
 
     def glance(self, verb: str, rank: int, request: Any, *, seconds: float) -> Any:
@@ -111,10 +126,13 @@ class Engines:
         It disturbs nothing: nothing is asked while a cell runs, an engine that is busy is not
         interrupted, and what goes wrong is no error.
         """
-        if self.broken is not None or self._interruptions.active or self.cluster.dead:
-            return None
         engine_id = next(e for e, r in self._ranks.items() if r == rank)
-        events = self.cluster.send(verb, {engine_id: request})
+        if self.broken is not None or self.cluster.dead or not self._asking.acquire(blocking=False):
+            return None
+        try:  # a request that comes meanwhile does not wait for the answer
+            events = self.cluster.send(verb, {engine_id: request})
+        finally:
+            self._asking.release()
         deadline = time.monotonic() + seconds
         with suppress(queue.Empty):
             while (left := deadline - time.monotonic()) > 0:
@@ -124,6 +142,21 @@ class Engines:
                     case Answered() | Died():
                         return None
         return None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a request while another is under way, which would never get its answers."""
+        with Interruptions() as waiting:  # none may come between the lock and its release
+            if not self._asking.acquire(timeout=_GLANCE_SECONDS):
+                raise UsageError(
+                    "the engines are running a cell; wait until it has ended, or interrupt it"
+                )
+            try:
+                with self._interruptions as interruptions:
+                    interruptions.count += waiting.count
+                    yield
+            finally:
+                self._asking.release()
 
     def release(self) -> None:
         """Free every rank that waits for another."""

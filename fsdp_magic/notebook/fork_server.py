@@ -11,6 +11,7 @@ import queue
 import select
 import shutil
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -18,9 +19,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from fsdp_magic.core.channel import ChannelClosedError, Frames, framed
+from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.forking import EndedReport, ForkedReport, ForkRequest, RefusedReport
 from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE
 
@@ -81,13 +84,13 @@ class ForkServer:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self.directory = tempfile.mkdtemp(prefix="fsdp_magic-")
         self._wanted = _place(environment)
+        self.directory = tempfile.mkdtemp(prefix="fsdp_magic-")
         self._log = os.memfd_create("fsdp_magic fork server")
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fsdp_magic.engine.fork_server", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "fsdp_magic.engine.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -217,11 +220,53 @@ class ForkServer:
                 left.pop(descriptor).end(None)
 
 
-def _place(environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
+_Place = tuple[dict[str, str], str, frozenset[tuple[str, int]]]
+
+
+def _place(environment: Mapping[str, str]) -> _Place:
     """Return what the imports of an engine may depend on.
 
     Each engine gets its own environment anyway; but what torch and others read when they are
     imported, they read in the fork server.
     """
     wanted = {**os.environ, **environment}
-    return {k: v for k, v in wanted.items() if k not in _PASSING}, os.getcwd()
+    variables = {k: v for k, v in wanted.items() if k not in _PASSING}
+    return variables, kernel_directory(), _packages(variables)
+
+
+def _packages(variables: Mapping[str, str]) -> frozenset[tuple[str, int]]:
+    """Return what tells that packages came, went or changed: files and folders, with their times.
+
+    A package that is installed changes its folder; one that is installed to be edited, and what
+    Python runs when it starts, are files there.
+    """
+    added = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+    known = [path for path in sys.path if path.endswith("-packages")]
+    installed = {*known, *site.getsitepackages(), site.getusersitepackages()}
+    found = [Path(path) for path in installed]
+    found += [file for path in installed for file in Path(path).glob("*.pth")]
+    found += [
+        Path(path, f"{name}.py")
+        for path in {*added, *sys.path}
+        for name in ("sitecustomize", "usercustomize")
+    ]
+    times = set()
+    for path in found:
+        with suppress(OSError):  # it is not there
+            times.add((str(path), path.stat().st_mtime_ns))
+    return frozenset(times)
+
+
+def kernel_directory() -> str:
+    """Return the kernel's directory, where engines are started.
+
+    Raises:
+        UsageError: if it was deleted.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the notebook's directory was deleted, and engines are started there; go to another "
+            "one first: type %cd DIRECTORY"
+        ) from None

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
@@ -35,8 +36,9 @@ _LOG = logging.getLogger(f"{__name__}.ipyparallel")
 _LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter
 _OWN_LOG = logging.getLogger(__name__)
 _STOP_SECONDS = 2.0
-_COMMAND_LENGTH = 3
-"""Of ``python -m MODULE``, before a launcher's arguments."""
+_CHECK_SECONDS = 0.05
+_COMMAND = (sys.executable, "-P", "-m")
+"""-P: no module of the person's that is called as one of Python's own takes its place."""
 _Result = TypeVar("_Result")
 
 CONTROLLER_ARGUMENTS = (
@@ -67,9 +69,23 @@ class LoopThread:
         )
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine on the loop, and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def run(
+        self, coroutine: Coroutine[Any, Any, _Result], *, check: Callable[[], None] | None = None
+    ) -> _Result:
+        """Run a coroutine on the loop, and wait for its result.
+
+        Args:
+            coroutine: what to run.
+            check: called some twenty times a second; what it raises gives the coroutine up.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            while check is not None and not wait([future], timeout=_CHECK_SECONDS).done:
+                check()
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
 
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call something on the loop after a time."""
@@ -92,10 +108,8 @@ def ipyparallel_cluster(directory: str, n: int, server: ForkServer | None) -> An
         server: makes the processes; None: each is started by itself.
     """
     config = Config()
-    config.LocalControllerLauncher.controller_cmd = [
-        sys.executable, "-m", "fsdp_magic.engine.controller",
-    ]  # fmt: skip
-    config.LocalEngineSetLauncher.engine_cmd = [sys.executable, "-m", "fsdp_magic.engine"]
+    config.LocalControllerLauncher.controller_cmd = [*_COMMAND, "fsdp_magic.engine.controller"]
+    config.LocalEngineSetLauncher.engine_cmd = [*_COMMAND, "fsdp_magic.engine"]
     config.LocalEngineSetLauncher.engine_args = list(ENGINE_ARGUMENTS)
     config.LocalEngineSetLauncher.delay = 0.0
 
@@ -167,7 +181,7 @@ class _Forked:
         request = ForkRequest(
             number=self.fork_server.next_number(),
             role=self.role,
-            arguments=tuple(self.args[_COMMAND_LENGTH:]),
+            arguments=tuple(self.args[len(_COMMAND) + 1 :]),
             environment={**os.environ, **self.get_env()},
             directory=os.path.abspath(self.work_dir),
             output=self.output_file,

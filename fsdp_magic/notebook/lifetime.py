@@ -7,11 +7,12 @@ import itertools
 import weakref
 from typing import Any, Self
 
-from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.errors import CellInterrupted, UsageError
 from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.notebook.engines import Engines
-from fsdp_magic.notebook.fork_server import ForkServer
+from fsdp_magic.notebook.fork_server import ForkServer, kernel_directory
 from fsdp_magic.notebook.history import History
+from fsdp_magic.notebook.live import Interruptions
 from fsdp_magic.notebook.world import plan_world
 
 
@@ -33,39 +34,56 @@ class Lifetime:
         self.plan = plan_world(spec)
         self._server = server
         self._engines: Engines | None = None
-        self._start()
+        self._interruptions = Interruptions()
+        kernel_directory()
+        with self._interruptions:
+            self._start()
 
     def restart(self) -> Self:
-        """Replace every engine by a fresh one; variables and models on them are gone."""
-        self._stop_engines()
-        self._history.leave_engines()
-        self._start()
+        """Replace every engine by a fresh one; variables and models on them are gone.
+
+        Raises:
+            CellInterrupted: if it was interrupted; there are no engines then.
+        """
+        kernel_directory()  # what cannot be started must not cost the engines that run
+        with self._interruptions:
+            self._stop_engines()
+            self._history.leave_engines()
+            self._start()
         return self
 
     def shutdown(self) -> None:
         """End the engines; nothing of them is left. Safe to call twice."""
         _LIVE.discard(self)
-        self._stop_engines()
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+        with self._interruptions as interruptions:
+            self._stop_engines()
+            if self._server is not None:
+                self._server.stop()
+                self._server = None
+        if interruptions.count and not interruptions.active:
+            raise CellInterrupted("interrupted; the engines were shut down all the same")
 
     def leave(self) -> ForkServer | None:
         """End the engines, and hand the fork server over to the session that comes next."""
-        server, self._server = self._server, None
-        self.shutdown()
+        with self._interruptions as interruptions:
+            server, self._server = self._server, None
+            self.shutdown()
+            if server is not None and interruptions.count:
+                server.stop()
+        if interruptions.count:
+            raise CellInterrupted("interrupted; there are no engines now: type %fsdp_init")
         return server
 
     def _start(self) -> None:
         """Start engines, from the fork server that is there if it is in order."""
         environment, server = self.plan.environment, self._server
-        if server is not None and not (self.plan.forked and server.fits(environment)):
-            server.stop()
-            self._server = None
-        if self._server is None and self.plan.forked:
-            self._server = ForkServer(environment)
         try:
-            self._engines = Engines(self.plan, self._server)
+            if server is not None and not (self.plan.forked and server.fits(environment)):
+                server.stop()
+                self._server = None
+            if self._server is None and self.plan.forked:
+                self._server = ForkServer(environment)
+            self._engines = Engines(self.plan, self._server, self._interruptions)
         except BaseException:
             self.shutdown()
             raise
@@ -73,8 +91,8 @@ class Lifetime:
 
     def _stop_engines(self) -> None:
         if self._engines is not None:
-            self._engines.stop()
-            self._engines = None
+            engines, self._engines = self._engines, None
+            engines.stop()
 
     def __enter__(self) -> Self:
         return self

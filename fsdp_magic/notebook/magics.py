@@ -138,7 +138,7 @@ class FsdpMagics(Magics):
     def fsdp_restart(self, line: str) -> None:
         """Replace every engine by a fresh one."""
         parse(line, EmptySpec, magic="%fsdp_restart")
-        self._session().restart().status()
+        (sessions.restartable() or self._session()).restart().status()
         px.stand_in(self.shell)
 
     @line_magic

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.errors import CellInterrupted, UsageError
 from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.notebook import display
+from fsdp_magic.notebook.fork_server import kernel_directory
 from fsdp_magic.notebook.help import takes_options
+from fsdp_magic.notebook.live import Interruptions
 from fsdp_magic.notebook.options import spec_of
 from fsdp_magic.notebook.session import Session
 from fsdp_magic.notebook.world import plan_world
@@ -44,8 +46,12 @@ def init_from(spec: InitSpec, *, show: bool = True) -> Session:
             display.write("stdout", "This session was running already; --restart replaces it.\n")
         return session
     plan_world(spec)  # what cannot be started must not cost the session that runs
-    session = Session(spec, server=None if session is None else session.leave())
-    _CURRENT[:] = [session]
+    kernel_directory()
+    with Interruptions() as held:  # no session may be running that nobody knows of
+        session = Session(spec, server=None if session is None else session.leave())
+        _CURRENT[:] = [session]
+    if held.count:
+        raise CellInterrupted("interrupted; the engines are running")
     if show:
         session.status()
     return session
@@ -54,3 +60,8 @@ def init_from(spec: InitSpec, *, show: bool = True) -> Session:
 def current() -> Session | None:
     """Return the session that ``init`` started last, if its engines are there."""
     return _CURRENT[0] if _CURRENT and _CURRENT[0].running else None
+
+
+def restartable() -> Session | None:
+    """Return the session that is running; else the last that was, whose engines have ended."""
+    return current() or (_CURRENT[0] if _CURRENT else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import psutil
 import pytest
 
 from fsdp_magic.core.specs import InitSpec
-from fsdp_magic.errors import EngineDiedError
+from fsdp_magic.errors import CellInterrupted, EngineDiedError, UsageError
+from fsdp_magic.notebook.fork_server import _place
 from fsdp_magic.notebook.session import Session
 
 
@@ -103,6 +105,13 @@ def test_engines_outlive_their_server_and_their_own_end_is_still_seen_at_once(
     assert results(session, "rank") == ["0", "1"]
 
 
+def beside_the_notebook(directory: Path) -> None:
+    """Put modules into the notebook's directory."""
+    for name in ("random", "queue", "tempfile"):
+        (directory / f"{name}.py").write_text("raise RuntimeError('of the person')")
+    (directory / "persons_module.py").write_text("value = 5")
+
+
 @pytest.fixture
 def threads_in_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "sitecustomize.py").write_text(
@@ -120,11 +129,15 @@ if "fsdp_magic.engine.fork_server" in sys.orig_argv:
 
 @pytest.mark.usefixtures("threads_in_the_server")
 def test_without_a_server_that_can_fork_engines_are_started_by_themselves(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "notebook").mkdir()
+    beside_the_notebook(tmp_path / "notebook")
+    monkeypatch.chdir(tmp_path / "notebook")
     with Session(InitSpec(n=1, device="cpu")) as session:
         assert "2 threads are running in the fork server" in caplog.text
         assert results(session, "import os; (rank, os.getppid())") == [repr((0, os.getpid()))]
+        assert results(session, "import persons_module; persons_module.value") == ["5"]
         died = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
         with pytest.raises(EngineDiedError, match="SIGSEGV") as caught:
             session.run(died, show=False)
@@ -146,3 +159,58 @@ def test_an_interrupt_while_engines_start_leaves_nothing(monkeypatch: pytest.Mon
         signal.signal(signal.SIGALRM, previous)
     left = {p.pid for p in psutil.Process().children(recursive=True)}
     assert left <= neighbours
+
+
+def test_an_interrupt_while_engines_are_replaced_leaves_none_and_they_can_be_started(
+    session: Session,
+) -> None:
+    for seconds in (0.02, 0.3):  # while they end; while the next ones start
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(CellInterrupted, match="there are none now"):
+            session.restart()
+        timer.join()
+        assert not session.running
+        session.restart()
+        assert results(session, "rank") == ["0", "1"]
+
+
+def test_modules_beside_the_notebook_are_found_and_never_in_place_of_pythons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside_the_notebook(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with Session(InitSpec(n=1, device="cpu")) as session:
+        assert results(session, "import os; os.getppid()") == [str(server_pid(session))]
+        assert results(session, "import persons_module; persons_module.value") == ["5"]
+        look = f"import sys; [p for p in sys.path if p in ('', {str(tmp_path)!r})]"
+        assert results(session, look) == ["['']"]
+
+
+def test_a_server_does_not_fit_once_other_packages_are_there(tmp_path: Path) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(packages))
+        places = [_place(environment)]
+        assert places == [_place(environment)]
+        for path in (packages / "new.py", packages / "new.pth", tmp_path / "sitecustomize.py"):
+            path.write_text("")
+            places.append(_place(environment))
+        path.write_text("changed = 1")
+        os.utime(path, ns=(1, 1))
+        places.append(_place(environment))
+    assert all(places.count(place) == 1 for place in places)
+
+
+def test_a_directory_that_was_deleted_is_said_and_costs_no_engines(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for start in (session.restart, lambda: Session(InitSpec(n=1, device="cpu"))):
+        with pytest.raises(UsageError, match="directory was deleted"):
+            start()
+    assert results(session, "rank") == ["0", "1"]

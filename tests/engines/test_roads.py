@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Mapping
 
 import ipyparallel
 import pytest
 
-from fsdp_magic.errors import EngineDiedError, FsdpError
+from fsdp_magic.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
 from fsdp_magic.notebook.session import Session
 
 
@@ -87,3 +89,57 @@ def test_who_waits_for_an_engine_that_dies_gets_an_error(session: Session) -> No
     assert len(client.ids) == 1
     with pytest.raises(EngineDiedError):
         session.run("1", show=False)
+
+
+def test_text_that_is_no_unicode_is_shown_as_well_as_it_can_be(session: Session) -> None:
+    code = "from IPython.display import display, HTML\ndisplay(HTML('caf\\udce9 x'))\nprint(1)"
+    assert [o.stdout for o in session.run(code, show=False)] != []
+    assert [o.result for o in session.run("rank", show=False)] == ["0", "1"]
+
+
+def test_what_the_notebook_cannot_take_fails_its_own_cell_alone(session: Session) -> None:
+    code = """
+kernel = get_ipython().kernel
+if rank == 1:
+    no_data = {"metadata": {}}
+    kernel.session.send(kernel.iopub_socket, "display_data", no_data, parent=kernel.get_parent())
+done = 1
+"""
+    with pytest.raises(FsdpError, match="what engine 1 sent cannot be read in the notebook"):
+        session.run(code, show=False)
+    assert [o.result for o in session.run("done", show=False)] == ["1", "1"]
+
+
+def test_a_cell_of_another_thread_is_refused_while_one_runs(session: Session) -> None:
+    seen: list[BaseException | int] = []
+
+    def second() -> None:
+        time.sleep(0.3)
+        try:
+            session.run("2", show=False)
+        except BaseException as error:
+            seen.append(error)
+        seen.append(session.completions("ra") is None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with pytest.raises(CellInterrupted):
+        session.run("import time; time.sleep(60)", show=False)
+    thread.join()
+    refused, _ = seen
+    assert isinstance(refused, UsageError)
+    assert "the engines are running a cell" in str(refused)
+    assert [o.result for o in session.run("rank", show=False)] == ["0", "1"]
+
+
+def test_a_cell_from_within_a_run_is_refused(session: Session) -> None:
+    session.model("import torch; model = torch.nn.Linear(2, 1)", show=False)
+    session.run("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)", show=False)
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        session.pull("1")
+
+    code = "loss = model(torch.ones(1, 2)).sum(); import time; time.sleep(0.3)"
+    run = session.train(code, steps=2, log=log, show=False)
+    assert "--log raised UsageError: the engines are running a cell" in run.notes[-1]

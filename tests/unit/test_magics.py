@@ -80,6 +80,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
 @pytest.fixture
 def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "current", lambda: None)
+    monkeypatch.setattr(sessions, "_CURRENT", [])
 
 
 def ran(shell: InteractiveShell, cell: str) -> Any:
@@ -235,6 +236,15 @@ def test_line_magics_ask_for_their_verb(
 
 
 def test_restart_shows_the_fresh_ranks(shell: InteractiveShell, session: FakeSession) -> None:
+    ran(shell, "%fsdp_restart")
+    assert [verb for verb, _, _ in session.calls] == ["restart", "status"]
+
+
+def test_restart_starts_engines_that_were_ended(
+    shell: InteractiveShell, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "current", lambda: None)
+    monkeypatch.setattr(sessions, "_CURRENT", [session])
     ran(shell, "%fsdp_restart")
     assert [verb for verb, _, _ in session.calls] == ["restart", "status"]
 
