@@ -10,6 +10,7 @@ import codecs
 import concurrent.futures.thread
 import fcntl
 import os
+import select
 import sys
 import termios
 import threading
@@ -37,6 +38,7 @@ class WatchedStream(OutStream):
     """
 
     def __init__(self, session: Any, pub_thread: Any, name: str) -> None:
+        self.reading = threading.Lock()
         super().__init__(session, pub_thread, name, watchfd="force")  # type: ignore[no-untyped-call]
         self._unpublished = 0
         # C code that prints with the interpreter lock held would wait for the reader, and the
@@ -55,8 +57,14 @@ class WatchedStream(OutStream):
         """
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         assert self._fid is not None
-        while received := os.read(self._fid, 65536):
-            self.write(decoder.decode(received))
+        poll = select.poll()
+        poll.register(self._fid, select.POLLIN)
+        while poll.poll():
+            with self.reading:
+                received = os.read(self._fid, 65536)
+                if not received:
+                    return
+                self.write(decoder.decode(received))
             if self.name == "stderr":
                 os.write(self._original_stdstream_copy, received)
 
@@ -106,11 +114,14 @@ def print_to_parent(streams: Streams) -> None:
 
 
 def drain(streams: Streams) -> None:
-    """Wait until the threads that read file descriptors 1 and 2 have read all there is."""
-    pipes = [fd for s in streams if (fd := getattr(s, "_fid", None)) is not None]
+    """Wait until all that stands in file descriptors 1 and 2 has been taken by their streams."""
     deadline = time.monotonic() + _DRAIN_SECONDS
-    while any(map(_waiting_bytes, pipes)) and time.monotonic() < deadline:
-        time.sleep(0.002)  # and so has the reader, when the last look finds nothing
+    for stream in streams:
+        while _waiting_bytes(stream._fid) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        # what was read is taken while this is held
+        if stream.reading.acquire(timeout=_DRAIN_SECONDS):
+            stream.reading.release()
 
 
 def _waiting_bytes(descriptor: int) -> int:
