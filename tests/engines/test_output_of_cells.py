@@ -175,7 +175,7 @@ def test_what_px_prints_is_px_own_and_stays_with_its_result(session: Session) ->
 def test_a_cell_on_some_ranks_prints_there(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session.run("import os; os.write(1, b'C\\n')", ranks="1")
+    session.run("import os; _ = os.write(1, b'C\\n')", ranks="1")
     session.run("print(rank)", ranks="1")
     assert capsys.readouterr().out.splitlines() == ["[rank 1] C", "[rank 1] 1"]
 
