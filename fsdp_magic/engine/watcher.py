@@ -98,9 +98,9 @@ def _remove(directory: str | None) -> None:
         return
     for _ in range(_REMOVALS):
         shutil.rmtree(directory, ignore_errors=True)
-        if not os.path.exists(directory):
-            return
         time.sleep(_REMOVAL_SECONDS)
+        if not os.path.exists(directory):  # nor did anybody make it anew meanwhile
+            return
 
 
 def _kill_tree(root: int) -> None:
