@@ -21,6 +21,7 @@ from pathlib import Path
 from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE
 
 _REMOVALS, _REMOVAL_SECONDS = 20, 0.05
+_NAME = "fsdp watcher"
 
 
 def kernel_descriptor(*, remove: str | None = None) -> int:
@@ -71,7 +72,7 @@ def _close_all_but(*kept: int) -> None:
 
 def _watch(*, kernel: int, guarded: int, guarded_pid: int, remove: str | None) -> None:
     """Wait for either end, then clean up; runs in the forked watcher."""
-    Path("/proc/self/comm").write_text("fsdp watcher")  # what ``top`` shows
+    Path("/proc/self/comm").write_text(_NAME)  # what ``top`` shows
     group = os.getpgid(guarded_pid)
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -104,7 +105,12 @@ def _remove(directory: str | None) -> None:
 
 
 def _kill_tree(root: int) -> None:
-    """Kill a process and all below it; it is frozen first so that it starts no more."""
+    """Kill a process and all below it; it is frozen first so that it starts no more.
+
+    Other watchers are left alone. A process that was being forked meanwhile is missed here; it
+    dies with its group, and the group is the business of the watcher that guards it. (The fork
+    server's watcher once killed that of the controller, whose scheduler lived on for ever.)
+    """
     _kill(root, signal.SIGSTOP)
     below = [pid for pid in _descendants(root) if pid != os.getpid()]
     for pid in (root, *below):
@@ -117,7 +123,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Yield every process below one, children before grandchildren."""
+    """Yield every process below one but watchers, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -127,8 +133,9 @@ def _descendants(root: int) -> Iterator[int]:
         except OSError:
             continue
         # the second field is a name in parentheses that may itself hold spaces
-        parent = int(stat.rpartition(")")[2].split()[1])
-        children.setdefault(parent, []).append(int(entry.name))
+        before, _, after = stat.rpartition(")")
+        if before.partition("(")[2] != _NAME:
+            children.setdefault(int(after.split()[1]), []).append(int(entry.name))
     waiting = [root]
     while waiting:
         for child in children.get(waiting.pop(), []):
