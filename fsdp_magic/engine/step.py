@@ -1,9 +1,9 @@
 """ENGINE: an automatic step: the cell run once per micro-batch, and everything around it.
 
 One step: for each micro-batch, run the cell and take its ``loss`` backward; vote that all ranks
-got this far; settle what the gradient is, measure it; vote again; clip, step, clear. Weights,
-optimizer state and data position change only after the last vote, so a cell that fails anywhere
-has changed none of them on any rank. Nothing here waits for the device.
+got this far; settle what the gradient is, measure and clip it; vote again; step, clear. Weights
+and data position change only after the last vote, so a cell that fails anywhere but inside an
+optimizer has changed none of them on any rank. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ class AutomaticStep:
         if total is not None:
             gradients.scale(self.trained.parameters, _inverse(total))
             loss = loss * _inverse(total).to(loss.dtype)
+        if self.max_grad_norm is not None:
+            gradients.clip(self.trained.parameters, norm, self.max_grad_norm)
+        self.stepped = with_gradients(self.trained.optimizers.values())
         self.world.vote.take()  # from here on no rank can fail but in its own optimizer
-        self._update(norm)
+        self._update()
         return StepResult(
             loss=loss,
             grad_norm=norm,
@@ -150,12 +153,9 @@ class AutomaticStep:
                 self.trained.parameters, world_size=self.world.world_size, weight=weight
             )
 
-    def _update(self, norm: torch.Tensor) -> None:
-        """Clip, step and clear; an error in here leaves this rank's weights half updated."""
+    def _update(self) -> None:
+        """Step and clear; an error in here leaves this rank's weights half updated."""
         with explained_as_torn():
-            if self.max_grad_norm is not None:
-                gradients.clip(self.trained.parameters, norm, self.max_grad_norm)
-            self.stepped = with_gradients(self.trained.optimizers.values())
             for optimizer in self.stepped:
                 optimizer.step()
         self.memory.count_optimizer_state()

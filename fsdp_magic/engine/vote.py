@@ -71,6 +71,8 @@ class Vote:
         Raises:
             ReleasedByPeerError: if a peer failed instead of voting.
         """
+        if self._page.released_generation >= self._generation:
+            raise ReleasedByPeerError  # a peer that gave up would not see this ballot
         # number 0 is what an empty slot holds, so it is never used
         self._number = self._number % ((1 << NUMBER_BITS) - 2) + 1
         self._page.cast(self._rank, Ballot(number=self._number, flags=int(flags), count=count))
@@ -91,6 +93,10 @@ class Vote:
             if ballot.number == self._number:
                 return ballot
             if self._page.released_generation >= self._generation:
+                # one that voted and failed after it has gone on: this rank must do so too
+                ballot = self._page.ballot(peer, self._number)
+                if ballot.number == self._number:
+                    return ballot
                 raise ReleasedByPeerError
             if time.monotonic() < yielding_until:
                 os.sched_yield()
