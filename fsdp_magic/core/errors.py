@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     from fsdp_magic.core.protocol import Failure
 
 
-TORN = (
-    "The error came out of the optimizer step itself: some weights of this step may be updated "
-    "and others not. Build the model again, or load a checkpoint."
-)
-"""The note of an exception that an optimizer raised."""
-
-
 class FsdpError(Exception):
     """Anything this package raises on purpose.
 
@@ -56,7 +49,10 @@ class CellFailedError(FsdpError):
         outputs: what every rank printed and returned until then, by position.
         exceptions: the failure of each rank in ``ranks``: type, message and traceback as text.
         rendered: the message as IPython shows it: the same lines, with headings that stand out.
+        is_torn: whether some ranks had updated weights that others had not.
     """
+
+    is_torn: bool = False
 
     def __init__(
         self,
@@ -76,11 +72,6 @@ class CellFailedError(FsdpError):
     def is_refusal(self) -> bool:
         """Whether a rank refused the cell, which its message says in one line."""
         return any(failure.kind == "usage" for failure in self.exceptions.values())
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether a rank failed inside an optimizer, so that weights may be half updated."""
-        return any(TORN in failure.notes for failure in self.exceptions.values())
 
     def add_line(self, line: str) -> None:
         """Add a line at the end."""
@@ -119,9 +110,11 @@ class CellInterrupted(KeyboardInterrupt):
 
     Attributes:
         run: the ``Run`` that was under way, when there was one.
+        torn: what is to be said if some ranks had updated weights that others had not.
     """
 
     run: Any = None
+    torn: str = ""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of a traceback."""

@@ -52,6 +52,7 @@ class JoinRequest:
         gpu_fraction: the share of its GPU that the rank may use; None: all of it.
         seed: of every random generator.
         defaults: the session's strategy options.
+        snapshots: paths of the files for its snapshots, in memory that the kernel owns.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class JoinRequest:
     gpu_fraction: float | None
     seed: int
     defaults: ModelSpec
+    snapshots: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +85,19 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """Run a cell, then shard what it built."""
+    """Run a cell, then shard what it built.
+
+    Attributes:
+        code: the cell.
+        name: its file name in tracebacks.
+        spec: the options.
+        restore: whether it gets what a snapshot of lost engines holds.
+    """
 
     code: str
     name: str
     spec: ModelSpec
+    restore: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +193,11 @@ class RecoverRequest:
     generation: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreRequest:
+    """Put everything back to the newest snapshot that all ranks have."""
+
+
 Request = (
     HelloRequest
     | JoinRequest
@@ -198,6 +213,7 @@ Request = (
     | CompleteRequest
     | ConsoleRequest
     | RecoverRequest
+    | RestoreRequest
 )
 
 
@@ -258,12 +274,14 @@ class ModelReport:
         starts_anew: whether it sharded any, so that steps count from 0 again.
         result: the last expression.
         notes: sentences a person should read.
+        restored: the snapshot that was put into them; None: none was asked for, or fits.
     """
 
     placements: tuple[Placement, ...]
     starts_anew: bool = True
     result: ResultReport = field(default_factory=ResultReport)
     notes: tuple[str, ...] = ()
+    restored: RestoreReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,4 +299,44 @@ class EvalReport:
     record: EvaluationRecord
     rows: tuple[tuple[int, dict[str, Any]], ...]
     seconds: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCount:
+    """Steps of one optimizer in a cell: how many began, and how many came to their end."""
+
+    begun: int
+    completed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverReport:
+    """What a rank has done to the weights by the time a cell failed.
+
+    Attributes:
+        steps: of training, since the model was built.
+        optimizer_steps: of the cell, by optimizer, in the order in which they first stepped.
+        some_within_step: whether a manual step failed after some optimizer of it had stepped.
+    """
+
+    steps: int
+    optimizer_steps: tuple[StepCount, ...] = ()
+    some_within_step: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """Which snapshot a rank is back at.
+
+    Attributes:
+        step: steps of training that it holds; None: there is none that fits.
+        run_id: of the run that made it.
+        epochs_ended: of that run by then.
+        notes: sentences a person should read.
+    """
+
+    step: int | None
+    run_id: int = 0
+    epochs_ended: int = 0
     notes: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
 from fsdp_magic.engine import cell_sources, terminal
 from fsdp_magic.engine.channel import open_channel
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.streams import WatchedStream
 from fsdp_magic.engine.verbs import Engine
@@ -69,6 +70,7 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         terminal.replace(self.kernel.shell)
         self.kernel.control_handlers["signal_request"] = self._take_signal
         cell_sources.install()
+        STEPS.install()
         engine = Engine(shell=self.kernel.shell)
         setattr(builtins, CALL_NAME, engine.call)
         os.register_at_fork(after_in_child=_die_with_parent)

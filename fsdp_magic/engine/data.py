@@ -164,6 +164,11 @@ class Data:
         """Sentences a person should read; some come only when an epoch ends."""
         return list(dict.fromkeys(n for paced in self._tracks for n in paced.track.notes))
 
+    @property
+    def tracks(self) -> list[Track]:
+        """Its sources."""
+        return [paced.track for paced in self._tracks]
+
     def take(self) -> StepBatches | None:
         """Return the next step's micro-batches; None if the data is at its end.
 

@@ -36,8 +36,11 @@ def open_data(
     if spec.data is None:
         return None
     with INTERRUPTS.allowed():  # lengths and functions are the person's code
+        sources = named_sources(spec, namespace)
+        for name, source in zip(names_of(spec), sources, strict=True):
+            position.named(name, source)
         return Data(
-            named_sources(spec, namespace),
+            sources,
             cut=_cut(spec, namespace, world),
             goes_round=spec.steps is not None,
             epochs=None if spec.steps is not None else spec.epochs or 1,
@@ -48,14 +51,18 @@ def open_data(
         )
 
 
+def names_of(spec: DataSpec) -> list[str]:
+    """Return the expressions that ``--data`` gives, one for each source."""
+    return [] if spec.data is None else split_at_commas(spec.data, flag="--data")
+
+
 def named_sources(spec: DataSpec, namespace: Mapping[str, Any]) -> list[Any]:
     """Return what ``--data`` names, one or several.
 
     Raises:
         FsdpError: if a name leads nowhere, or --collate is to make batches of several.
     """
-    assert spec.data is not None
-    names = split_at_commas(spec.data, flag="--data")
+    names = names_of(spec)
     if len(names) > 1 and spec.collate is not None:
         raise FsdpError(
             f"--collate {spec.collate} cannot say which of {', '.join(names)} it is for; put it "

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.parallel import gathering
 
 _CREATE_GRAPH = 4
@@ -183,8 +184,12 @@ class Guards:
         """Tell the watcher, and have the closure that was passed go through it."""
         if not self._watching:
             return None
-        with self._aside():
-            self._watcher.optimizer_step(optimizer)
+        try:
+            with self._aside():
+                self._watcher.optimizer_step(optimizer)
+        except BaseException:
+            STEPS.refused(optimizer)  # it was counted before we were asked
+            raise
         itself, *rest = args
         if rest and callable(rest[0]):
             return (itself, functools.partial(self._watcher.closure, rest[0]), *rest[1:]), kwargs

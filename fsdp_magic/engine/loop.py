@@ -35,6 +35,16 @@ class Aftermath(Protocol):
         """Do what follows the last step of an epoch."""
 
 
+class Snapshotting(Protocol):
+    """What makes snapshots, on every rank."""
+
+    def begin(self, step: int) -> None:
+        """Make one before the first step."""
+
+    def after_step(self, step: int, *, epoch: int) -> None:
+        """Make one after a step and all that followed it, if it is time."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepLoop:
     """The steps of one run on one rank.
@@ -49,6 +59,7 @@ class StepLoop:
         stopping: whether the person has asked this run to stop.
         aftermath: what follows a step.
         undo: puts back what a step that is not finished has changed.
+        snapshots: what makes them; None: nobody asked for any.
         records: of the steps.
         stopped: whether the run ended at the person's wish.
         finished_by_cell: whether it ended because the cell called ``fsdp.stop()`` on some rank.
@@ -66,6 +77,7 @@ class StepLoop:
     stopping: Callable[[], bool]
     aftermath: Aftermath
     undo: StepUndo
+    snapshots: Snapshotting | None = None
     records: Records = field(default_factory=Records)
     stopped: bool = False
     finished_by_cell: bool = False
@@ -84,6 +96,8 @@ class StepLoop:
             total_steps: how many; None: to the end of the data.
         """
         turned_already = True
+        if self.snapshots is not None:
+            self.snapshots.begin(first_step)
         for step in itertools.count(first_step):
             # ranks whose data differs in length must still take the same number of steps
             over = total_steps is not None and step == first_step + total_steps
@@ -103,6 +117,8 @@ class StepLoop:
             turned_already = self.data is not None and bool(batches.ends_epoch)
             if turned_already:
                 self.aftermath.after_epoch(step)
+            if self.snapshots is not None:
+                self.snapshots.after_step(step + 1, epoch=self.epoch)
 
     def _take(self) -> StepBatches | None:
         if self.data is None:

@@ -20,6 +20,7 @@ from fsdp_magic.engine import gradients
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
 from fsdp_magic.engine.micro_step import CellRunner, scalar_loss
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.parallel import gathering
 from fsdp_magic.engine.records import Averages, StepResult
@@ -70,7 +71,8 @@ class ManualStep:
         self._squares.clear()
         self.stepped = []
         batch = batches.batches[0]
-        bound = self.runner.run(names_of(step, 0, batches, batch, self._has_data))
+        with STEPS.within_step():
+            bound = self.runner.run(names_of(step, 0, batches, batch, self._has_data))
         self._memory.count_optimizer_state()
         self._memory.step_over()
         loss = None if bound.loss is None else scalar_loss(bound.loss).detach()

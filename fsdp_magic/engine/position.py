@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -81,6 +82,21 @@ class Position:
     def __init__(self) -> None:
         self._cursors: list[Cursor] = []
         self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
+        self._expected: dict[str, Place] = {}
+
+    def expect(self, places: Mapping[str, Place]) -> None:
+        """Begin at places of another engine when a run names that data.
+
+        Args:
+            places: by what ``--data`` named.
+        """
+        self._expected = dict(places)
+
+    def named(self, name: str, source: Any) -> None:
+        """Go to the place that is expected of a source, where a run names it first."""
+        place = self._expected.pop(name, None)
+        if place is not None:
+            self.cursor(source).place = place
 
     def cursor(self, source: Any) -> Cursor:
         """Return the place in a source; its beginning if it was never read."""

@@ -19,18 +19,21 @@ from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.data import Data
 from fsdp_magic.engine.evaluation import Evaluator, explained_as_evaluated
 from fsdp_magic.engine.expressions import evaluate
-from fsdp_magic.engine.feeding import length, open_data
+from fsdp_magic.engine.feeding import length, names_of, open_data
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.guards import Guards, Refusing
 from fsdp_magic.engine.loop import StepLoop
 from fsdp_magic.engine.manual import ManualStep
 from fsdp_magic.engine.micro_step import CellRunner
 from fsdp_magic.engine.names import Names
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.rollback import Snapshot, StepUndo
 from fsdp_magic.engine.schedulers import Schedulers, find_schedulers
+from fsdp_magic.engine.snapshots import RunSnapshots
+from fsdp_magic.engine.state import State
 from fsdp_magic.engine.step import AutomaticStep, Step
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import (
@@ -55,6 +58,7 @@ class Prepared:
         guards: of the cell's calls.
         loop: takes the steps.
         after: what follows each step.
+        snapshots: made while it goes on; None: nobody asked for any.
         total_steps: of this run; None: to the end of the data.
     """
 
@@ -65,6 +69,7 @@ class Prepared:
     guards: Guards
     loop: StepLoop
     after: AfterSteps
+    snapshots: RunSnapshots | None
     total_steps: int | None
 
 
@@ -109,23 +114,23 @@ class Preparation:
         cell: Cell,
         *,
         evaluation_cell: Cell | None,
-        models: dict[str, ShardedModel],
-        position: Position,
-        steps_done: int,
+        kept: State,
     ) -> Prepared:
         """Find what is trained and where the data is; shard what never was.
 
         Collective: every rank must call this.
         """
         self._evaluation_cell = evaluation_cell
-        self._first_step = steps_done
-        spec, world = self._request.spec, self._world
+        self._first_step = steps_done = kept.steps
+        spec, world, models, position = self._request.spec, self._world, kept.models, kept.position
         self.notes += modeling.shard_forgotten(self._namespace, models=models, world=world)
         self._models = [model for model in models.values() if model.alive]
         trained, notes = find_trained(self._namespace, self._models, manual=spec.manual)
         self.notes += take_whole_from_rank_0(trained, world)
+        self.notes += kept.restoration.complete()
+        STEPS.train(trained.optimizers.values())
         if spec.trial:
-            self._put_back.callback(self._snapshot(trained, position))
+            self._put_back.callback(self._trial(trained, position))
         self.notes += notes + put_in_train_mode(self._models, trained)
         weighing = self._weighing(cell, trained)
         data = open_data(
@@ -144,6 +149,7 @@ class Preparation:
         self._names.bind({"total_steps": end, "micro_batch_size": size})
         step, guards = self._step(cell, trained, memory, has_data=data is not None)
         after = self._aftermath(cell, step, data, trained, weighing)
+        snapshots = self._snapshots(kept, data, after)
         self._loop = StepLoop(
             step=step,
             world=world,
@@ -154,6 +160,7 @@ class Preparation:
             stopping=self._stopping,
             aftermath=after,
             undo=StepUndo(self._modules()),
+            snapshots=snapshots,
         )
         return Prepared(
             models=self._models,
@@ -163,6 +170,7 @@ class Preparation:
             guards=guards,
             loop=self._loop,
             after=after,
+            snapshots=snapshots,
             total_steps=self._total_steps,
         )
 
@@ -181,7 +189,26 @@ class Preparation:
         shifted = kind == "tokens" and shifts_labels(learning)
         return Weighing(kind, late=late, shifted=shifted)
 
-    def _snapshot(self, trained: Trained, position: Position) -> Callable[[], None]:
+    def _snapshots(self, kept: State, data: Data | None, after: AfterSteps) -> RunSnapshots | None:
+        """Return what makes the snapshots of the run; None: nobody asked for any.
+
+        Collective: every rank must call this.
+        """
+        spec = self._request.spec
+        if spec.snapshot_every is None:
+            return None
+        kept.snapshots.prepare()
+        tracks = [] if data is None else data.tracks
+        return RunSnapshots(
+            kept.snapshots,
+            every=spec.snapshot_every,
+            run_id=self._request.run_id,
+            data=dict(zip(names_of(spec), tracks, strict=True)),
+            epoch=kept.epoch,
+            epochs_ended=lambda: after.epochs_ended,
+        )
+
+    def _trial(self, trained: Trained, position: Position) -> Callable[[], None]:
         """Return what puts everything back that a trial changes."""
         mark = position.mark()
         snapshot = Snapshot(

@@ -23,11 +23,16 @@ class TrainingRandomness:
     Args:
         seed: of the session.
         rank: the data-parallel rank.
+
+    Attributes:
+        state: of training; None: it has not begun.
+        outside: what is put back when training leaves; None: it is not in place.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
         self._seed = (seed * 7919 + 1 + rank * _RANK_STRIDE) % 2**32
-        self._state: dict[str, Any] | None = None
+        self.state: dict[str, Any] | None = None
+        self.outside: dict[str, Any] | None = None
 
     @contextmanager
     def in_place(self, *, kept: bool = True) -> Iterator[None]:
@@ -36,17 +41,18 @@ class TrainingRandomness:
         Args:
             kept: whether to go on from there the next time, or from where this time began.
         """
-        outside = capture()
-        if self._state is None:
+        before, self.outside = self.outside, capture()
+        if self.state is None:
             seed_all(self._seed)
         else:
-            restore(self._state)
+            restore(self.state)
         try:
             yield
         finally:
             if kept:
-                self._state = capture()
-            restore(outside)
+                self.state = capture()
+            restore(self.outside)
+            self.outside = before
 
 
 @contextmanager

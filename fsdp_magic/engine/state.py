@@ -15,12 +15,15 @@ from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
 from fsdp_magic.engine.micro_step import BINDABLE
 from fsdp_magic.engine.names import Names
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.randomness import TrainingRandomness
+from fsdp_magic.engine.restoration import Restoration
 from fsdp_magic.engine.service import Service, Tick
+from fsdp_magic.engine.snapshots import Snapshots
 from fsdp_magic.engine.world import World
 
 
@@ -43,6 +46,8 @@ class State:
         self._service: Service | None = None
         self._randomness: TrainingRandomness | None = None
         self._handle: FsdpInCells | None = None
+        self._snapshots: Snapshots | None = None
+        self._restoration: Restoration | None = None
 
     @property
     def world(self) -> World:
@@ -62,6 +67,18 @@ class State:
         assert self._handle is not None
         return self._handle
 
+    @property
+    def snapshots(self) -> Snapshots:
+        """The snapshots of this rank."""
+        assert self._snapshots is not None
+        return self._snapshots
+
+    @property
+    def restoration(self) -> Restoration:
+        """What goes back to them."""
+        assert self._restoration is not None
+        return self._restoration
+
     def names_of_cells(self) -> dict[str, Any]:
         """Return the names that every cell finds."""
         return {**self.world.names(), "fsdp": self.handle}
@@ -70,12 +87,18 @@ class State:
         """Return the sharded models that are still there."""
         return [model for model in self.models.values() if model.alive]
 
+    def start_anew(self) -> None:
+        """Count from the beginning: a model was built."""
+        self.steps, self.epoch, self.position = 0, 0, Position()
+
     def enter(self, world: World) -> None:
         """Take a place in the world."""
         self._world = world
         self._service = Service(world)
         self._randomness = TrainingRandomness(world.request.seed, world.rank)
         self._handle = FsdpInCells(world.rank, world.world_size)
+        self._snapshots = Snapshots(world, self)
+        self._restoration = Restoration(self._snapshots, world, self)
 
     @contextmanager
     def cell(
@@ -93,6 +116,7 @@ class State:
         """
         assert self._service is not None
         events = CellEvents(self.shell, code)
+        STEPS.reset()
         with (
             cells.outside_event_loop(),
             self.names.bound(values) as hidden,

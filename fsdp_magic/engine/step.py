@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch.optim import Optimizer
 
-from fsdp_magic.core.errors import TORN, FsdpError
+from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine import gradients
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
@@ -155,9 +155,8 @@ class AutomaticStep:
 
     def _update(self) -> None:
         """Step and clear; an error in here leaves this rank's weights half updated."""
-        with explained_as_torn():
-            for optimizer in self.stepped:
-                optimizer.step()
+        for optimizer in self.stepped:
+            optimizer.step()
         self.memory.count_optimizer_state()
         self.memory.mark()
         gradients.clear(self.trained.parameters)
@@ -178,16 +177,6 @@ def weighted(value: torch.Tensor, weight: Weight) -> torch.Tensor:
         weight = weight.to(value)
         return torch.where(weight == 0, torch.zeros_like(value), value * weight)
     return value * weight if weight else torch.zeros_like(value)
-
-
-@contextmanager
-def explained_as_torn() -> Iterator[None]:
-    """Say of an error in here that it came out of an optimizer."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(TORN)
-        raise
 
 
 @contextmanager

@@ -45,6 +45,17 @@ class Track:
         return self._cursor.place.epoch
 
     @property
+    def place(self) -> Place:
+        """Where the next step begins, for another process: without the iterator that is there."""
+        place = self._cursor.place
+        return Place(epoch=place.epoch, consumed=place.consumed, unit=place.unit)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a place is only reached by reading everything before it."""
+        return isinstance(self.reader, StreamReader | ReadyReader)
+
+    @property
     def is_at_beginning(self) -> bool:
         """Whether nothing of the present epoch was taken."""
         return self._cursor.place.consumed == 0

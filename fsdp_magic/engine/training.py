@@ -17,10 +17,10 @@ from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.loop import running
 from fsdp_magic.engine.names import Names
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.parallel import fsdp
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
-from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.preparation import Preparation, Prepared
+from fsdp_magic.engine.state import State
 from fsdp_magic.engine.step import cleared_after_failure
 from fsdp_magic.engine.world import World
 
@@ -84,15 +84,13 @@ class TrainingRun:
         cell: Cell,
         *,
         evaluation_cell: Cell | None,
-        models: dict[str, ShardedModel],
-        position: Position,
-        steps_done: int,
+        kept: State,
     ) -> None:
         """Find what is trained and where the data is; shard what never was.
 
         Collective: every rank must call this.
         """
-        self._first_step = steps_done
+        self._first_step = kept.steps
         preparation = Preparation(
             self._request,
             world=self._world,
@@ -104,9 +102,7 @@ class TrainingRun:
         self._prepared = preparation.prepare(
             cell,
             evaluation_cell=evaluation_cell,
-            models=models,
-            position=position,
-            steps_done=steps_done,
+            kept=kept,
         )
 
     # -- running
@@ -116,6 +112,8 @@ class TrainingRun:
 
     def __exit__(self, *exception: object) -> None:
         self._put_back.close()  # what a trial changed, also one that failed as it began
+        if self._request.spec.trial:
+            STEPS.reset()
 
     def steps(self) -> None:
         """Take the steps.
@@ -209,7 +207,8 @@ class TrainingRun:
 
     def _all_notes(self, run: Prepared) -> tuple[str, ...]:
         of_data = [] if run.data is None else run.data.notes
-        return (*self._notes, *of_data, *run.loop.notes)
+        of_snapshots = [] if run.snapshots is None else run.snapshots.notes
+        return (*self._notes, *of_data, *run.loop.notes, *of_snapshots)
 
 
 def _learning_rate(optimizers: Iterable[Optimizer]) -> float | None:

@@ -30,8 +30,10 @@ from fsdp_magic.core.protocol import (
     JoinRequest,
     ModelReport,
     ModelRequest,
+    RecoverReport,
     RecoverRequest,
     Reply,
+    RestoreRequest,
     RunRequest,
     ShardsRequest,
     StatusRequest,
@@ -41,8 +43,8 @@ from fsdp_magic.engine import bundles, cells, completion, modeling, telemetry, t
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.parallel import fsdp, torch_private
-from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.state import State
@@ -119,17 +121,27 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
         placements = modeling.shard_all(
             wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
         )
+        restored = None
         if wanted:
-            engine.steps, engine.epoch, engine.position = 0, 0, Position()
+            engine.start_anew()
+            if request.restore:
+                restored = engine.restoration.restore_models(wanted)
+            else:
+                engine.restoration.forget()
+                engine.snapshots.forget()
         shown = placements or tuple(fsdp.placement(model, engine.world) for model in left)
     notes = tuple(
         f"{model.name} is sharded already and is left alone; build a new one to shard it anew"
         for model in left
     )
-    return Reply(
-        rank=engine.world.rank,
-        report=ModelReport(placements=shown, starts_anew=bool(wanted), result=result, notes=notes),
+    report = ModelReport(
+        placements=shown,
+        starts_anew=bool(wanted),
+        result=result,
+        notes=notes,
+        restored=restored,
     )
+    return Reply(rank=engine.world.rank, report=report)
 
 
 def train(engine: Engine, request: TrainRequest) -> Reply:
@@ -151,9 +163,7 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
                 evaluation_cell=None
                 if asked is None
                 else cells.compile_training_cell(asked.code, asked.name, shell=engine.shell),
-                models=engine.models,
-                position=engine.position,
-                steps_done=engine.steps,
+                kept=engine,
             )
             run.steps()
     except BaseException as error:
@@ -252,7 +262,20 @@ def recover(engine: Engine, request: RecoverRequest) -> Reply:
     engine.world.reconnect(request.generation)
     for sharded in engine.living_models():
         torch_private.forget_iteration(sharded.module)
-    return Reply(rank=engine.world.rank)
+    report = RecoverReport(
+        steps=engine.steps,
+        optimizer_steps=STEPS.counts(),
+        some_within_step=STEPS.some_within_step,
+    )
+    return Reply(rank=engine.world.rank, report=report)
+
+
+def restore(engine: Engine, request: RestoreRequest) -> Reply:
+    """Put everything back to the newest snapshot; the report says which.
+
+    Collective: every rank must call this.
+    """
+    return Reply(rank=engine.world.rank, report=engine.restoration.restore())
 
 
 VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
@@ -270,4 +293,5 @@ VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
     "complete": complete,
     "console": console,
     "recover": recover,
+    "restore": restore,
 }

@@ -37,6 +37,8 @@ class Flag(enum.IntFlag):
     """A trained parameter got no gradient on this rank."""
     NOT_FINITE = 64
     """This rank's loss is not finite."""
+    NO_SNAPSHOT = 128
+    """This rank could not write its snapshot."""
 
 
 class Vote:

@@ -15,7 +15,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
-from fsdp_magic.core.protocol import RecoverRequest, Reply
+from fsdp_magic.core.protocol import (
+    RecoverReport,
+    RecoverRequest,
+    Reply,
+    RestoreReport,
+    RestoreRequest,
+)
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
 from fsdp_magic.notebook.events import Answered, Died
@@ -26,6 +32,8 @@ from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.rich_displays import DisplayNames
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Screen
+from fsdp_magic.notebook.snapshot_files import SnapshotFiles
+from fsdp_magic.notebook.torn_steps import KEPT, is_torn, torn_line
 from fsdp_magic.notebook.world import WorldPlan
 
 _QUICK_SECONDS = 30.0
@@ -40,21 +48,31 @@ class Engines:
         plan: the world to start.
         server: makes their processes; None: each is started by itself.
         interruptions: hold interrupts back while they start and stop.
+        snapshots: the memory for theirs.
 
     Attributes:
         cluster: their processes.
         broken: why nothing can be asked any more; None: all is well.
+        is_torn: whether the ranks may hold different weights, until a model is built again.
+        back_at: the snapshot that the ranks are at, until they train on; None: at none.
     """
 
     def __init__(
-        self, plan: WorldPlan, server: ForkServer | None, interruptions: Interruptions
+        self,
+        plan: WorldPlan,
+        server: ForkServer | None,
+        interruptions: Interruptions,
+        snapshots: SnapshotFiles,
     ) -> None:
         self._interruptions = interruptions
         self.cluster = Cluster(
             plan.n, environment=plan.environment, server=server, interruptions=interruptions
         )
         self.broken: FsdpError | None = None
+        self.is_torn = False
+        self.back_at: RestoreReport | None = None
         self._plan = plan
+        self._snapshots = snapshots
         self._ranks: dict[int, int] = {}
         self._generation = 1
         self._displays = DisplayNames()
@@ -113,9 +131,11 @@ class Engines:
             ).follow()
             if run is not None:
                 run.finish([reply.report for reply in outcome.replies.values() if reply.report])
-            self._settle(outcome, output, timeout)
+            said = self._settle(outcome, output, timeout)
         if self._interruptions.count:
-            raise CellInterrupted("interrupted")
+            interrupted = CellInterrupted("interrupted")
+            interrupted.torn = said
+            raise interrupted
         if self.cluster.lost is not None:
             raise self.cluster.lost
         return outcome.replies, output
@@ -170,13 +190,19 @@ class Engines:
         self.cluster.watch()
         directory = self.cluster.directory
         requests = {
-            engine_id: self._plan.join_request(rank, directory=directory)
+            engine_id: self._plan.join_request(
+                rank, directory=directory, snapshots=self._snapshots.paths(rank)
+            )
             for engine_id, rank in self._ranks.items()
         }
         self._quick("join", requests)
 
-    def _settle(self, outcome: Outcome, output: Output, timeout: float | None) -> None:
-        """Bring the ranks back into order after a failure, and raise what happened."""
+    def _settle(self, outcome: Outcome, output: Output, timeout: float | None) -> str:
+        """Bring the ranks back into order after a failure, and raise what happened.
+
+        Returns:
+            What there is to say of a torn step, after an interrupt.
+        """
         self._check_dead(outcome.dead)
         if outcome.stuck:
             self.broken = FsdpError(
@@ -184,10 +210,25 @@ class Engines:
                 "type %fsdp_restart for fresh engines"
             )
             raise self.broken
+        said = ""
         if outcome.failed or self.cluster.page.released_generation >= self._generation:
-            self._recover()
+            said = self._bring_together(self._recover())
         if outcome.failed and not self._interruptions.count:
-            raise failure_of(outcome.replies, output, timeout if outcome.timed_out else None)
+            error = failure_of(outcome.replies, output, timeout if outcome.timed_out else None)
+            error.is_torn = bool(said) and said != KEPT
+            if said:
+                error.add_line(said)
+            raise error
+        return said
+
+    def _bring_together(self, reports: list[RecoverReport]) -> str:
+        """Put all ranks back to one state if a step was torn, and return what is to be said."""
+        if not is_torn(reports):
+            return KEPT if any(report.some_within_step for report in reports) else ""
+        restored: list[RestoreReport] = self._quick_reports("restore", RestoreRequest())
+        self.is_torn = restored[0].step is None
+        self.back_at = None if self.is_torn else restored[0]
+        return torn_line(restored[0])
 
     def _check_dead(self, ranks: tuple[int, ...]) -> None:
         """Raise if the engine of a rank died; nothing can be asked any more then."""
@@ -196,12 +237,16 @@ class Engines:
             self.broken = self.cluster.died(engine_id, rank=ranks[0])
             raise self.broken
 
-    def _recover(self) -> None:
-        """Replace the transports of every rank."""
+    def _recover(self) -> list[RecoverReport]:
+        """Replace the transports of every rank, and return what each had done by then."""
         self._generation += 1
-        request = RecoverRequest(generation=self._generation)
+        return self._quick_reports("recover", RecoverRequest(generation=self._generation))
+
+    def _quick_reports(self, verb: str, request: Any) -> list[Any]:
+        """Ask every engine for what must work, and return the reports by rank."""
         try:
-            self._quick("recover", dict.fromkeys(self._ranks, request))
+            replies = self._quick(verb, dict.fromkeys(self._ranks, request))
+            return [reply.report for reply in sorted(replies, key=lambda reply: reply.rank)]
         except EngineDiedError:
             raise
         except FsdpError as error:

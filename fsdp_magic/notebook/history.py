@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp_magic.core.errors import UsageError
-from fsdp_magic.core.protocol import EvalRequest
+from fsdp_magic.core.protocol import EvalRequest, RestoreReport
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.notebook.run import Run
 
@@ -17,6 +17,8 @@ class History:
         runs: every ``Run``, also those that raised.
         evaluation: the newest ``%%fsdp_eval`` cell, which ``--eval-every`` runs again.
         last_frame: the last panel of the present engines, as HTML and as text.
+        snapshots_wait: whether engines that are gone left a snapshot, which the models that are
+            built next get.
     """
 
     def __init__(self) -> None:
@@ -27,6 +29,9 @@ class History:
         self._newest: Run | None = None
         self._newest_epochs = 1
         self._asked = TrainSpec()
+        self._lost: Run | None = None
+        self._has_snapshots = False
+        self.snapshots_wait = False
 
     def begin(self, *, world_size: int, accumulate: int) -> Run:
         """Return a new run."""
@@ -38,6 +43,9 @@ class History:
     def end(self, run: Run, spec: TrainSpec) -> None:
         """Remember a run that is over, however it ended; a trial left nothing to take up."""
         self.last_frame = run.last_frame or self.last_frame
+        self._has_snapshots = self._has_snapshots or spec.snapshot_every is not None
+        if run.began:
+            self.snapshots_wait = False  # what was not there by now is not waited for
         if run.began and not spec.trial:
             self._newest, self._newest_epochs = run, spec.epochs or 1
             if not spec.resume:  # one that finishes another has the length of that one
@@ -45,10 +53,17 @@ class History:
 
     def start_anew(self) -> None:
         """Forget what could be resumed: a new model starts at step 0."""
-        self._newest = None
+        self._newest = self._lost = None
+        self._has_snapshots = self.snapshots_wait = False
+
+    def take_up(self) -> None:
+        """Remember the run of the engines that are gone: its snapshot was put into new models."""
+        self._newest = self._lost
 
     def leave_engines(self) -> None:
-        """Forget what was on engines that are gone; the runs stay."""
+        """Forget what was on engines that are gone; the runs stay, and snapshots wait."""
+        self._lost = self._newest or self._lost
+        self.snapshots_wait = self._has_snapshots
         self._newest = self.evaluation = self.last_frame = None
 
     def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:
@@ -66,10 +81,16 @@ class History:
             )
         return self.evaluation
 
-    def resumed(self, spec: TrainSpec) -> tuple[TrainSpec, int | None]:
+    def resumed(
+        self, spec: TrainSpec, *, back_at: RestoreReport | None = None
+    ) -> tuple[TrainSpec, int | None]:
         """Return what a run is asked for, and how many steps an interrupted one had left.
 
         Those are None unless ``--resume`` was asked for and their number is known.
+
+        Args:
+            spec: as typed.
+            back_at: the snapshot that the ranks were put back to; None: to none.
 
         Raises:
             UsageError: if there is nothing to resume.
@@ -77,13 +98,19 @@ class History:
         if not spec.resume:
             return spec, None
         run = self._newest
-        if run is None or run.state not in ("stopped", "failed"):
+        ended_early = run is not None and (back_at or run.state in ("stopped", "failed"))
+        if run is None or not ended_early:
             why = "the last one took all its steps" if run else "none has begun with this model"
             raise _nothing_to_resume(why)
         if run.total_steps is None:  # data of unknown length: its epochs are counted instead
-            epochs = max(1, self._newest_epochs - run.epochs_ended)
+            ended = run.epochs_ended
+            if back_at is not None and back_at.run_id == run.run_id:
+                ended = back_at.epochs_ended
+            epochs = max(1, self._newest_epochs - ended)
             return replace(spec, steps=None, epochs=epochs if spec.data else None), None
         left = run.total_steps - run.steps
+        if back_at is not None and back_at.step is not None:
+            left = run.first_step + run.total_steps - back_at.step
         if left < 1:
             raise _nothing_to_resume("the last one took all its steps")
         self._refuse_another_length(spec, left)

@@ -13,6 +13,7 @@ from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.fork_server import ForkServer, kernel_directory
 from fsdp_magic.notebook.history import History
 from fsdp_magic.notebook.live import Interruptions
+from fsdp_magic.notebook.snapshot_files import SnapshotFiles
 from fsdp_magic.notebook.world import plan_world
 
 
@@ -35,6 +36,7 @@ class Lifetime:
         self._server = server
         self._engines: Engines | None = None
         self._interruptions = Interruptions()
+        self._snapshots: SnapshotFiles | None = None
         kernel_directory()
         with self._interruptions:
             self._start()
@@ -57,6 +59,9 @@ class Lifetime:
         _LIVE.discard(self)
         with self._interruptions as interruptions:
             self._stop_engines()
+            if self._snapshots is not None:
+                self._snapshots.close()
+                self._snapshots = None
             if self._server is not None:
                 self._server.stop()
                 self._server = None
@@ -83,7 +88,8 @@ class Lifetime:
                 self._server = None
             if self._server is None and self.plan.forked:
                 self._server = ForkServer(environment)
-            self._engines = Engines(self.plan, self._server, self._interruptions)
+            self._snapshots = self._snapshots or SnapshotFiles(self.plan.n)
+            self._engines = Engines(self.plan, self._server, self._interruptions, self._snapshots)
         except BaseException:
             self.shutdown()
             raise

@@ -251,7 +251,8 @@ class Run:
         after = f"after step {self.first_step + self.steps:,}{more}."
         if isinstance(error, KeyboardInterrupt):
             self.state = "stopped"
-            error.args = (f"Training stopped {after}",)
+            torn = getattr(error, "torn", "")
+            error.args = (f"Training stopped {after}\n{torn}".rstrip(),)
             return
         if isinstance(error, CellFailedError) and self._kept_by(error, spec):
             error.add_line(f"Nothing is lost: the weights are those {after}")

@@ -9,7 +9,13 @@ from typing import Any
 from fsdp_magic.core.cell_output import CellOutput
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.placement import Placement
-from fsdp_magic.core.protocol import EvalRequest, ModelRequest, RunRequest, TrainRequest
+from fsdp_magic.core.protocol import (
+    EvalRequest,
+    ModelReport,
+    ModelRequest,
+    RunRequest,
+    TrainRequest,
+)
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook import variables as variables_of
@@ -21,6 +27,7 @@ from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.results import show_results
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Page, Screen
+from fsdp_magic.notebook.torn_steps import refusal_of_torn, restored_notes
 from fsdp_magic.notebook.training import train_on
 from fsdp_magic.panels import mosaic
 
@@ -95,20 +102,36 @@ class Session(Inspection):
         """
         chosen = {"strategy": self.spec.strategy, **options}
         spec = spec_of({"names": names, **chosen}, ModelSpec, call="session.model")
-        request = ModelRequest(code=code, name=name or self._name("fsdp_model"), spec=spec)
+        request = ModelRequest(
+            code=code,
+            name=name or self._name("fsdp_model"),
+            spec=spec,
+            restore=self._history.snapshots_wait,
+        )
         screen = _screen(show)
         replies, _ = self.engines.ask("model", self._everywhere(request), screen=screen)
         report = replies[0].report
         if report.starts_anew:
-            self._history.start_anew()
+            self._note_built(report)
         placements: tuple[Placement, ...] = report.placements
         for placement in placements if show else ():
             display.show(mosaic.html(placement), mosaic.text(placement))
         show_results({rank: reply.report.result for rank, reply in replies.items()}, screen)
-        for note in report.notes:
+        for note in (*report.notes, *restored_notes(report.restored)):
             screen.write("stdout", f"{note}\n")
         screen.flush()
         return placements[-1]
+
+    def _note_built(self, report: ModelReport) -> None:
+        """Note that models were built: anew, or with what lost engines had."""
+        restored = report.restored
+        self.engines.is_torn = False
+        self.engines.back_at = None
+        if restored is None:
+            self._history.start_anew()
+        elif restored.step is not None:
+            self.engines.back_at = restored
+            self._history.take_up()
 
     @takes_options(TrainSpec, without=("output",))
     def train(self, code: str, *, show: bool = True, name: str = "", **options: Any) -> Run:
@@ -134,8 +157,12 @@ class Session(Inspection):
         """Run code as training steps as a spec says; see ``train``."""
         if isinstance(spec.log, str):
             raise UsageError(f"--log {spec.log!r} is not a function of the notebook")
+        if self.engines.is_torn:
+            raise refusal_of_torn()
         evaluation = self._history.evaluation_for(spec)
-        asked, steps_left = self._history.resumed(spec)
+        engines = self.engines
+        back_at = engines.back_at
+        asked, steps_left = self._history.resumed(spec, back_at=back_at)
         run = self._history.begin(world_size=self.world_size, accumulate=spec.accumulate)
         request = TrainRequest(
             code=code,
@@ -149,6 +176,8 @@ class Session(Inspection):
             train_on(self.engines, self._everywhere(request), run, spec, show=show)
         finally:
             self._history.end(run, asked)
+            if run.began and engines.back_at is back_at:
+                engines.back_at = None  # they have trained on from there
         return run
 
     @takes_options(EvalSpec, without=("output",))

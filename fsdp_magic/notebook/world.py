@@ -58,7 +58,9 @@ class WorldPlan:
             }
         return {name: value for name, value in wanted.items() if name not in os.environ}
 
-    def join_request(self, rank: int, *, directory: str) -> JoinRequest:
+    def join_request(
+        self, rank: int, *, directory: str, snapshots: tuple[str, ...] = ()
+    ) -> JoinRequest:
         """Return what a rank is told when it joins."""
         transport: TransportKind = "gloo" if self.device == "cpu" or self.shared else "nccl"
         engines_per_gpu = -(-self.n // self.gpus) if self.shared else 1
@@ -75,6 +77,7 @@ class WorldPlan:
             gpu_fraction=1 / engines_per_gpu if self.shared else None,
             seed=self.seed,
             defaults=self.defaults,
+            snapshots=snapshots,
         )
 
 

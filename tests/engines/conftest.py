@@ -33,6 +33,8 @@ def clean():
     engine.models.clear()
     engine.names._told.clear()
     engine.steps, engine.epoch, engine.position = 0, 0, Position()
+    engine.snapshots.forget()
+    engine.restoration.forget()
     seed = engine.world.request.seed
     engine._randomness = TrainingRandomness(seed, engine.world.rank)
     torch.set_default_dtype(torch.float32)
@@ -65,6 +67,8 @@ def cleaned(session: Session) -> Session:
     """Return a kept session as if it had just started; one that a test broke is restarted."""
     session.runs.clear()
     session._history.leave_engines()
+    session._history.start_anew()
+    session.engines.is_torn = False
     try:
         session.run(CLEAN, show=False, timeout=20)
     except FsdpError:

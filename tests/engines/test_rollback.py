@@ -92,7 +92,7 @@ def left():
     tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     return {
         "tensors": [t.detach().clone() for t in tensors],
-        "training": engine.randomness._state,
+        "training": engine.randomness.state,
         "process": (random.getstate(), torch.get_rng_state(), numpy.random.get_state()),
         "seen": seen,
         "scheduler": scheduler.state_dict(),

@@ -115,6 +115,13 @@ class TrainSpec(DataSpec):
         completes="engines",
         help="evaluate this cell on these data; without it the last %%fsdp_eval again",
     )
+    snapshot_every: int | None = option(
+        "--snapshot-every",
+        default=None,
+        takes="N",
+        completes="engines",
+        help="keep the whole training in memory every N steps, to go back to after a loss",
+    )
     log: str | Callable[..., Any] | None = option(
         "--log",
         default=None,
@@ -149,6 +156,7 @@ class TrainSpec(DataSpec):
             ("--accumulate", self.accumulate),
             ("--global-batch-size", self.global_batch_size),
             ("--tokens-per-batch", self.tokens_per_batch),
+            ("--snapshot-every", self.snapshot_every),
         ):
             at_least(flag, value, 1)
         above("--max-grad-norm", self.max_grad_norm, 0)
@@ -224,6 +232,11 @@ class TrainSpec(DataSpec):
                         f"--tokens-per-batch {self.tokens_per_batch} and {flag} {value} say two "
                         "sizes of a batch; give one"
                     )
+        if self.trial and self.snapshot_every is not None:
+            raise UsageError(
+                "--trial puts everything back at its end, and --snapshot-every keeps what comes "
+                "before it; give one"
+            )
         if self.trial and self.resume:
             raise UsageError("--trial takes every step back and --resume keeps them; give one")
 

@@ -1,0 +1,229 @@
+"""ENGINE: going back to a snapshot.
+
+In a session that lives on, after a torn step, everything is put back into the objects that it was
+of. On engines that replaced lost ones the models are built anew by the same cells, and are given
+what those had; what is not there yet (an optimizer that a later cell makes, data) waits for the
+next run. All ranks load or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fsdp_magic.core.protocol import RestoreReport
+from fsdp_magic.engine import randomness
+from fsdp_magic.engine.snapshot_content import Content, Subjects, Unpacker
+from fsdp_magic.engine.snapshots import Keeper, Snapshots
+from fsdp_magic.engine.world import World
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A snapshot of a lost engine, of which not everything found its place yet.
+
+    Attributes:
+        number: of the snapshot.
+        models: names of those that were put back.
+        optimizers, schedulers: which were put back.
+    """
+
+    number: int
+    models: set[str] = field(default_factory=set)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+
+
+class Restoration:
+    """Puts back what snapshots hold.
+
+    Args:
+        snapshots: of this rank.
+        world: this rank's.
+        keeper: where it is put back.
+    """
+
+    def __init__(self, snapshots: Snapshots, world: World, keeper: Keeper) -> None:
+        self._snapshots = snapshots
+        self._world = world
+        self._keeper = keeper
+        self._waiting: _Waiting | None = None
+
+    def forget(self) -> None:
+        """Wait for nothing any more: another model is built."""
+        self._waiting = None
+
+    def restore(self) -> RestoreReport:
+        """Put everything back to the newest snapshot, in the objects that it was made of.
+
+        Collective: every rank must call this, between cells.
+        """
+        subjects = self._snapshots.subjects()
+        if not self._snapshots.agree():
+            return RestoreReport(step=None)
+        assert self._snapshots.file is not None
+        with self._snapshots.file.reading() as (content, reader):
+            unpacker = Unpacker(reader, self._world.device)
+            found = subjects.models
+            differences = [
+                unpacker.difference(n, found[n], kept) if n in found else f"{n} is gone"
+                for n, kept in content.models.items()
+            ]
+            differences += [
+                f"{n} is another one now"
+                for n, kept in content.optimizers.items()
+                if n not in subjects.optimizers
+                or not unpacker.is_like(subjects.optimizers[n], kept)
+            ]
+            differing = self._first_of_all(differences)
+            if differing:
+                note = f"the snapshot of step {content.step:,} does not fit: {differing}"
+                return RestoreReport(step=None, notes=(note,))
+            self._put_back(unpacker, content, subjects)
+            randomness.restore(unpacker.unpack(content.process))
+        mark = self._snapshots.mark
+        if mark is not None:
+            self._keeper.position.back(mark)
+        return _report(content)
+
+    def restore_models(self, names: Iterable[str]) -> RestoreReport:
+        """Put what a lost engine had into models that were built anew, and wait for the rest.
+
+        Collective: every rank must call this.
+
+        Args:
+            names: of the models that were built.
+        """
+        if not self._snapshots.agree():
+            return RestoreReport(step=None)
+        assert self._snapshots.file is not None
+        with self._snapshots.file.reading() as (content, reader):
+            unpacker = Unpacker(reader, self._world.device)
+            found, kept = self._snapshots.subjects().models, content.models
+            differing = self._first_of_all(
+                [
+                    unpacker.difference(name, found[name], kept[name])
+                    if name in kept
+                    else f"it holds no {name}, but {', '.join(kept) or 'no model'}"
+                    for name in names
+                ]
+            )
+            if differing:
+                note = f"the snapshot of step {content.step:,} was not loaded: {differing}"
+                return RestoreReport(step=None, notes=(note,))
+            if self._waiting is None or self._waiting.number != self._snapshots.newest:
+                self._waiting = _Waiting(number=self._snapshots.newest)
+            for name in names:
+                unpacker.module(found[name], kept[name])
+                self._waiting.models.add(name)
+            self._put_back_rest(unpacker, content, self._waiting)
+            self._keeper.steps, self._keeper.epoch = content.step, content.epoch
+            self._keeper.randomness.state = unpacker.unpack(content.training)
+            self._keeper.position.expect(content.places)
+        return _report(content, notes=_sequential(content))
+
+    def complete(self) -> list[str]:
+        """Put back what was not there when the models were built; a run begins.
+
+        Returns:
+            Sentences about what did not find its place.
+        """
+        waiting, self._waiting = self._waiting, None
+        file = self._snapshots.file
+        if waiting is None or file is None or waiting.number != self._snapshots.newest:
+            return []
+        with file.reading() as (content, reader):
+            unpacker = Unpacker(reader, self._world.device)
+            self._put_back_rest(unpacker, content, waiting)
+            self._keeper.randomness.outside = unpacker.unpack(content.process)
+        subjects = self._snapshots.subjects()
+        missing = [n for n in content.models if n not in waiting.models]
+        missing += [
+            name
+            for name in content.optimizers
+            if not any(subjects.optimizers.get(name) is o for o in waiting.optimizers)
+        ]
+        if not missing:
+            return []
+        return [f"not put back from the snapshot: {', '.join(missing)}; made anew or unlike it"]
+
+    def _put_back(self, unpacker: Unpacker, content: Content, subjects: Subjects) -> None:
+        """Put everything back into the objects that are there."""
+        for name, kept in content.models.items():
+            unpacker.module(subjects.models[name], kept)
+        for name, kept in content.modules.items():
+            if name in subjects.modules:
+                unpacker.module(subjects.modules[name], kept)
+        for name, optimizer in content.optimizers.items():
+            unpacker.optimizer(subjects.optimizers[name], optimizer)
+        for name, state in content.schedulers.items():
+            if name in subjects.schedulers:
+                subjects.schedulers[name].load_state_dict(unpacker.unpack(state))
+        self._keeper.steps, self._keeper.epoch = content.step, content.epoch
+        self._keeper.randomness.state = unpacker.unpack(content.training)
+
+    def _put_back_rest(self, unpacker: Unpacker, content: Content, waiting: _Waiting) -> None:
+        """Put back what stands beside the models and belongs to those that were put back."""
+        subjects = self._snapshots.subjects()
+        trained = {id(p) for n in waiting.models for p in subjects.models[n].parameters()}
+        for name, module in subjects.modules.items():
+            if name in content.modules:
+                unpacker.module(module, content.modules[name])
+        for name, optimizer in subjects.optimizers.items():
+            kept = content.optimizers.get(name)
+            if kept is None or any(optimizer is each for each in waiting.optimizers):
+                continue
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if held & trained and unpacker.is_like(optimizer, kept):
+                unpacker.optimizer(optimizer, kept)
+                waiting.optimizers.append(optimizer)
+        late = False
+        for name, scheduler in subjects.schedulers.items():
+            known = any(scheduler is each for each in waiting.schedulers)
+            if name in content.schedulers and not known and _steps(scheduler, waiting.optimizers):
+                scheduler.load_state_dict(unpacker.unpack(content.schedulers[name]))
+                waiting.schedulers.append(scheduler)
+                late = True
+        if late:  # making a scheduler set the learning rates of its first step
+            for name, optimizer in subjects.optimizers.items():
+                if any(optimizer is each for each in waiting.optimizers):
+                    unpacker.groups(optimizer, content.optimizers[name])
+
+    def _first_of_all(self, differences: list[str]) -> str:
+        """Return the first difference that any rank found; nothing: there is none anywhere.
+
+        Collective: every rank must call this.
+        """
+        everybody: list[Any] = [None] * self._world.world_size
+        dist.all_gather_object(everybody, next(filter(None, differences), ""))
+        return next(filter(None, everybody), "")
+
+
+def _report(content: Content, *, notes: tuple[str, ...] = ()) -> RestoreReport:
+    return RestoreReport(
+        step=content.step,
+        run_id=content.run_id,
+        epochs_ended=content.epochs_ended,
+        notes=notes,
+    )
+
+
+def _sequential(content: Content) -> tuple[str, ...]:
+    """Say which data is read again from the beginning of its epoch to where it was."""
+    names = [name for name in content.sequential if content.places[name].consumed]
+    return tuple(
+        f"{name} is read in its own order: the next run reads what was taken of it before the "
+        "snapshot again and passes over it, which is exact if it yields the same again"
+        for name in names
+    )
+
+
+def _steps(scheduler: LRScheduler, optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether a scheduler is of one of the optimizers."""
+    own = getattr(scheduler, "optimizer", None)
+    return any(own is optimizer for optimizer in optimizers)

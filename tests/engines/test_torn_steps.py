@@ -1,0 +1,149 @@
+"""A failure inside an optimizer's step is never silent: told, put back, or training is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_magic.errors import CellFailedError, UsageError
+from fsdp_magic.notebook.session import Session
+
+BUILD = """
+import torch
+torch.manual_seed(1)
+torch.set_default_dtype(torch.float64)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1), torch.nn.Dropout(0.5))
+first = torch.optim.AdamW(model[0].parameters(), lr=0.1)
+second = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.StepLR(first, 2, gamma=0.5)
+data = list(torch.randn(48, 4))
+seen, breaking = [], None
+
+def broken(*args):
+    if breaking is not None and rank in breaking and step == 5:
+        raise RuntimeError("broken optimizer")
+
+second.register_step_pre_hook(broken)
+
+def left():
+    shards = [p.to_local() for p in model.parameters()]
+    states = [v for o in (first, second) for s in o.state.values() for v in s.values()]
+    states = [getattr(v, "to_local", lambda v=v: v)() for v in states]
+    engine = __import__("builtins")._fsdp_magic_call.__self__
+    return ([t.detach().tolist() for t in (*shards, *states)], scheduler.state_dict(),
+            engine.randomness.state["torch"].tolist(), torch.get_rng_state().tolist(), engine.steps)
+"""
+CELL = "seen.append(batch.sum().item())\nloss = model(batch).pow(2).mean()"
+OPTIONS: dict[str, Any] = {
+    "data": "data", "micro_batch_size": 4, "scheduler_every": "step", "show": False,
+}  # fmt: skip
+
+
+def torn(session: Session, ranks: tuple[int, ...], **options: Any) -> CellFailedError:
+    session.run(f"breaking = {ranks}", show=False)
+    with pytest.raises(CellFailedError, match="broken optimizer") as caught:
+        session.train(CELL, steps=8, **OPTIONS, **options)
+    session.run("breaking = None", show=False)
+    assert caught.value.is_torn
+    assert caught.value.run.steps == 5
+    assert "Nothing is lost" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_without_a_snapshot_training_is_refused_until_the_model_is_built_again(session, ranks):
+    session.model(BUILD, show=False)
+    error = torn(session, ranks)
+    assert "optimizer step itself" in str(error)
+    assert "Build the model again" in str(error)
+    with pytest.raises(UsageError, match="--snapshot-every N"):
+        session.train(CELL, steps=1, **OPTIONS)
+    session.eval("loss = model(batch).pow(2).mean()", data="data", show=False)
+    session.model(BUILD, show=False)
+    assert session.train(CELL, steps=1, **OPTIONS).state == "done"
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_with_a_snapshot_every_rank_is_put_back_and_goes_on_exactly(session, ranks):
+    session.model(BUILD, show=False)
+    reference = session.train(CELL, steps=8, **OPTIONS)
+    expected = session.pull("left(), seen", rank="all")
+    session.run("del model, first, second, scheduler", show=False)
+    session.run(RANDOM_AGAIN, show=False)
+    session.model(BUILD, show=False)
+    error = torn(session, ranks, snapshot_every=2)
+    assert str(error).endswith("every rank is back at the snapshot of step 4.")
+    assert [status.steps for status in session.status(show=False)] == [4, 4]
+    session.run("del seen[4:]", show=False)
+    second = session.train(CELL, resume=True, **OPTIONS)
+    assert (second.first_step, second.steps) == (4, 4)
+    assert error.run.losses[:4] + second.losses == reference.losses
+    assert session.pull("left(), seen", rank="all") == expected
+
+
+RANDOM_AGAIN = """
+from fsdp_magic.engine.randomness import TrainingRandomness, seed_all
+engine = __import__("builtins")._fsdp_magic_call.__self__
+engine._randomness = TrainingRandomness(engine.world.request.seed, rank)
+seed_all(engine.world.request.seed)
+"""
+
+
+def test_a_manual_step_that_fails_on_all_ranks_keeps_what_had_stepped(session):
+    session.model(BUILD, show=False)
+    cell = "loss = model(batch).pow(2).mean()\nloss.backward()\nfirst.step()\n1 / 0"
+    with pytest.raises(CellFailedError, match="those updates stay") as caught:
+        session.train(cell, manual=True, data="data", micro_batch_size=4, show=False)
+    assert not caught.value.is_torn
+    assert session.train(CELL, steps=1, **OPTIONS).state == "done"
+
+
+def test_a_manual_step_that_some_ranks_had_taken_is_torn(session):
+    session.model(BUILD, show=False)
+    cell = (
+        "loss = model(batch).pow(2).mean()\nloss.backward()\n"
+        "if rank == 1: raise ValueError('early')\n"
+        "first.step()\nmodel(batch).sum().backward()"
+    )
+    with pytest.raises(CellFailedError, match="some ranks had stepped") as caught:
+        session.train(cell, manual=True, data="data", micro_batch_size=4, show=False)
+    assert caught.value.is_torn
+
+
+def test_a_refused_call_and_an_optimizer_of_a_rank_alone_tear_nothing(session):
+    session.model(BUILD, show=False)
+    with pytest.raises(CellFailedError, match="steps every optimizer itself") as caught:
+        session.train(CELL + "\nfirst.step()", steps=1, **OPTIONS)
+    assert not caught.value.is_torn
+    own = (
+        "own = torch.nn.Linear(2, 2)\no = torch.optim.SGD(own.parameters(), lr=1.0)\n"
+        "own(torch.ones(2)).sum().backward()\nif rank == 0: o.step()\n1 / 0"
+    )
+    with pytest.raises(CellFailedError) as caught:
+        session.run(own, show=False)
+    assert not caught.value.is_torn
+    assert session.train(CELL, steps=1, **OPTIONS).state == "done"
+
+
+def test_a_plain_cell_that_some_ranks_had_stepped_in_is_torn(session):
+    session.model(BUILD, show=False)
+    code = "model(data[0]).sum().backward()\nif rank == 1: 1 / 0\nfirst.step()"
+    with pytest.raises(CellFailedError) as caught:
+        session.run(code, show=False)
+    assert caught.value.is_torn
+    with pytest.raises(UsageError, match="a step was torn"):
+        session.train(CELL, steps=1, **OPTIONS)
+
+
+def test_a_torn_step_of_a_trial_is_put_back_with_the_rest(session):
+    session.model(BUILD, show=False)
+    weights = "[p.to_local().tolist() for p in model.parameters()]"
+    before = session.pull(weights, rank="all")
+    session.run("breaking = (1,)", show=False)
+    with pytest.raises(CellFailedError) as caught:
+        session.train(CELL, steps=8, trial=True, **OPTIONS)
+    session.run("breaking = None", show=False)
+    assert not caught.value.is_torn
+    assert session.pull(weights, rank="all") == before
+    assert session.train(CELL, steps=1, **OPTIONS).state == "done"
