@@ -233,7 +233,7 @@ dict(
     state=[optimizer.state.get(p) for g in optimizer.param_groups for p in g["params"]],
     scheduler={k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"},
     draws=(torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()),
-    training=builtins._fsdp_magic_call.__self__.randomness._state,
+    training=builtins._fsdp_magic_call.__self__.randomness.state,
     steps=builtins._fsdp_magic_call.__self__.steps,
 )
 """
