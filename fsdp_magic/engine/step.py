@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.engine import gradients
+from fsdp_magic.engine import gradients, optimizer_state
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
 from fsdp_magic.engine.interrupts import INTERRUPTS
@@ -85,6 +85,7 @@ class AutomaticStep:
         if self.max_grad_norm is not None:
             gradients.clip(self.trained.parameters, norm, self.max_grad_norm)
         self.stepped = with_gradients(self.trained.optimizers.values())
+        optimizer_state.make_missing(self.stepped)
         self.world.vote.take()  # from here on no rank can fail but in its own optimizer
         self._update()
         return StepResult(

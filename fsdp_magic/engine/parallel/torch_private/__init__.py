@@ -17,6 +17,7 @@ from fsdp_magic.engine.parallel.torch_private.forward import (
     gathered_around,
 )
 from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
+from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, makes_state
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
     read_scalars_whole,
@@ -46,6 +47,8 @@ __all__ = [
     "gathered_around",
     "held_gathered",
     "keep_writes",
+    "make_state",
+    "makes_state",
     "parameter_groups",
     "read_scalars_whole",
     "reduce_what_came_late",
