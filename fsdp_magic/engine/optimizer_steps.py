@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_magic.core.protocol import StepCount
+from fsdp_magic.core.recovery import StepCount
 from fsdp_magic.engine.optimizers import parameters_of
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,7 +27,7 @@ from fsdp_magic.engine.micro_step import CellRunner
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
-from fsdp_magic.engine.position import Position
+from fsdp_magic.engine.prepared import Prepared
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.rollback import Snapshot, StepUndo
 from fsdp_magic.engine.schedulers import Schedulers, find_schedulers
@@ -44,33 +43,6 @@ from fsdp_magic.engine.trained import (
 )
 from fsdp_magic.engine.weights import Weighing, shifts_labels
 from fsdp_magic.engine.world import World
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What a run works with.
-
-    Attributes:
-        models: the sharded ones.
-        trained: what the bound optimizers hold.
-        data: None: the cell brings its own.
-        memory: what the service thread looks at.
-        guards: of the cell's calls.
-        loop: takes the steps.
-        after: what follows each step.
-        snapshots: made while it goes on; None: nobody asked for any.
-        total_steps: of this run; None: to the end of the data.
-    """
-
-    models: list[ShardedModel]
-    trained: Trained
-    data: Data | None
-    memory: MemoryWatch
-    guards: Guards
-    loop: StepLoop
-    after: AfterSteps
-    snapshots: RunSnapshots | None
-    total_steps: int | None
 
 
 class Preparation:
@@ -130,7 +102,11 @@ class Preparation:
         self.notes += kept.restoration.complete()
         STEPS.train(trained.optimizers.values())
         if spec.trial:
-            self._put_back.callback(self._trial(trained, position))
+            self._put_back.callback(position.back, position.mark())
+            schedulers = reachable(self._namespace, LRScheduler).values()
+            optimizers = trained.optimizers.values()
+            before = Snapshot(self._modules(), trained.parameters, optimizers, schedulers)
+            self._put_back.callback(before.restore)
         self.notes += notes + put_in_train_mode(self._models, trained)
         weighing = self._weighing(cell, trained)
         data = open_data(
@@ -207,22 +183,6 @@ class Preparation:
             epoch=kept.epoch,
             epochs_ended=lambda: after.epochs_ended,
         )
-
-    def _trial(self, trained: Trained, position: Position) -> Callable[[], None]:
-        """Return what puts everything back that a trial changes."""
-        mark = position.mark()
-        snapshot = Snapshot(
-            self._modules(),
-            trained.parameters,
-            trained.optimizers.values(),
-            reachable(self._namespace, LRScheduler).values(),
-        )
-
-        def put_back() -> None:
-            snapshot.restore()
-            position.back(mark)
-
-        return put_back
 
     def _modules(self) -> list[nn.Module]:
         """Return the sharded models and every other module that names lead to."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp_magic.core.protocol import RestoreReport
+from fsdp_magic.core.recovery import RestoreReport
 from fsdp_magic.engine import randomness
 from fsdp_magic.engine.snapshot_content import Content, Subjects, Unpacker
 from fsdp_magic.engine.snapshots import Keeper, Snapshots

@@ -19,7 +19,8 @@ from fsdp_magic.engine.loop import running
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.parallel import fsdp
-from fsdp_magic.engine.preparation import Preparation, Prepared
+from fsdp_magic.engine.preparation import Preparation
+from fsdp_magic.engine.prepared import Prepared
 from fsdp_magic.engine.state import State
 from fsdp_magic.engine.step import cleared_after_failure
 from fsdp_magic.engine.world import World

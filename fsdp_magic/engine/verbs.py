@@ -30,15 +30,14 @@ from fsdp_magic.core.protocol import (
     JoinRequest,
     ModelReport,
     ModelRequest,
-    RecoverReport,
     RecoverRequest,
     Reply,
-    RestoreRequest,
     RunRequest,
     ShardsRequest,
     StatusRequest,
     TrainRequest,
 )
+from fsdp_magic.core.recovery import RecoverReport, RestoreRequest
 from fsdp_magic.engine import bundles, cells, completion, modeling, telemetry, training
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator

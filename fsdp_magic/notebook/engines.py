@@ -15,13 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
-from fsdp_magic.core.protocol import (
-    RecoverReport,
-    RecoverRequest,
-    Reply,
-    RestoreReport,
-    RestoreRequest,
-)
+from fsdp_magic.core.protocol import RecoverRequest, Reply
+from fsdp_magic.core.recovery import RecoverReport, RestoreReport, RestoreRequest
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
 from fsdp_magic.notebook.events import Answered, Died
@@ -33,7 +28,7 @@ from fsdp_magic.notebook.rich_displays import DisplayNames
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Screen
 from fsdp_magic.notebook.snapshot_files import SnapshotFiles
-from fsdp_magic.notebook.torn_steps import KEPT, is_torn, torn_line
+from fsdp_magic.notebook.torn_steps import Weights
 from fsdp_magic.notebook.world import WorldPlan
 
 _QUICK_SECONDS = 30.0
@@ -53,8 +48,7 @@ class Engines:
     Attributes:
         cluster: their processes.
         broken: why nothing can be asked any more; None: all is well.
-        is_torn: whether the ranks may hold different weights, until a model is built again.
-        back_at: the snapshot that the ranks are at, until they train on; None: at none.
+        weights: whether those of all ranks belong to one step.
     """
 
     def __init__(
@@ -69,8 +63,7 @@ class Engines:
             plan.n, environment=plan.environment, server=server, interruptions=interruptions
         )
         self.broken: FsdpError | None = None
-        self.is_torn = False
-        self.back_at: RestoreReport | None = None
+        self.weights = Weights()
         self._plan = plan
         self._snapshots = snapshots
         self._ranks: dict[int, int] = {}
@@ -212,23 +205,20 @@ class Engines:
             raise self.broken
         said = ""
         if outcome.failed or self.cluster.page.released_generation >= self._generation:
-            said = self._bring_together(self._recover())
+            reports = self._recover()
+            said = self.weights.judge(reports, self._restore)
         if outcome.failed and not self._interruptions.count:
             error = failure_of(outcome.replies, output, timeout if outcome.timed_out else None)
-            error.is_torn = bool(said) and said != KEPT
+            error.is_torn = self.weights.torn_now
             if said:
                 error.add_line(said)
             raise error
         return said
 
-    def _bring_together(self, reports: list[RecoverReport]) -> str:
-        """Put all ranks back to one state if a step was torn, and return what is to be said."""
-        if not is_torn(reports):
-            return KEPT if any(report.some_within_step for report in reports) else ""
-        restored: list[RestoreReport] = self._quick_reports("restore", RestoreRequest())
-        self.is_torn = restored[0].step is None
-        self.back_at = None if self.is_torn else restored[0]
-        return torn_line(restored[0])
+    def _restore(self) -> RestoreReport:
+        """Put every rank back to the newest snapshot."""
+        report: RestoreReport = self._quick_reports("restore", RestoreRequest())[0]
+        return report
 
     def _check_dead(self, ranks: tuple[int, ...]) -> None:
         """Raise if the engine of a rank died; nothing can be asked any more then."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp_magic.core.errors import UsageError
-from fsdp_magic.core.protocol import EvalRequest, RestoreReport
+from fsdp_magic.core.protocol import EvalRequest
+from fsdp_magic.core.recovery import RestoreReport
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.notebook.run import Run
 

@@ -27,7 +27,7 @@ from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.results import show_results
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Page, Screen
-from fsdp_magic.notebook.torn_steps import refusal_of_torn, restored_notes
+from fsdp_magic.notebook.torn_steps import restored_notes
 from fsdp_magic.notebook.training import train_on
 from fsdp_magic.panels import mosaic
 
@@ -125,12 +125,10 @@ class Session(Inspection):
     def _note_built(self, report: ModelReport) -> None:
         """Note that models were built: anew, or with what lost engines had."""
         restored = report.restored
-        self.engines.is_torn = False
-        self.engines.back_at = None
+        self.engines.weights.built(restored)
         if restored is None:
             self._history.start_anew()
         elif restored.step is not None:
-            self.engines.back_at = restored
             self._history.take_up()
 
     @takes_options(TrainSpec, without=("output",))
@@ -157,11 +155,10 @@ class Session(Inspection):
         """Run code as training steps as a spec says; see ``train``."""
         if isinstance(spec.log, str):
             raise UsageError(f"--log {spec.log!r} is not a function of the notebook")
-        if self.engines.is_torn:
-            raise refusal_of_torn()
+        self.engines.weights.refuse_torn()
         evaluation = self._history.evaluation_for(spec)
-        engines = self.engines
-        back_at = engines.back_at
+        weights = self.engines.weights
+        back_at = weights.back_at
         asked, steps_left = self._history.resumed(spec, back_at=back_at)
         run = self._history.begin(world_size=self.world_size, accumulate=spec.accumulate)
         request = TrainRequest(
@@ -176,8 +173,8 @@ class Session(Inspection):
             train_on(self.engines, self._everywhere(request), run, spec, show=show)
         finally:
             self._history.end(run, asked)
-            if run.began and engines.back_at is back_at:
-                engines.back_at = None  # they have trained on from there
+            if run.began and weights.back_at is back_at:
+                weights.back_at = None  # they have trained on from there
         return run
 
     @takes_options(EvalSpec, without=("output",))

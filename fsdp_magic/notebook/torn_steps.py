@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fsdp_magic.core.errors import UsageError
-from fsdp_magic.core.protocol import RecoverReport, RestoreReport
+from fsdp_magic.core.recovery import RecoverReport, RestoreReport
 
 _TORN = (
     "The step is torn: the error came out of the optimizer step itself, or some ranks had stepped "
     "and others not, so some weights of this step may be updated and others not"
 )
 _ADVICE = "Build the model again in a %%fsdp_model cell before the next %%fsdp_train."
-KEPT = "On every rank the same optimizers had stepped in this step already; those updates stay."
+_KEPT = "On every rank the same optimizers had stepped in this step already; those updates stay."
 """Said of a manual step that failed between two of its optimizers."""
 
 
-def is_torn(reports: Sequence[RecoverReport]) -> bool:
+class Weights:
+    """Whether the weights of all ranks belong to one step.
+
+    Attributes:
+        is_torn: whether they may differ, until a model is built again.
+        torn_now: whether the cell that failed last tore a step.
+        back_at: the snapshot that the ranks were put back to, until they train on; None: to none.
+    """
+
+    def __init__(self) -> None:
+        self.is_torn = False
+        self.torn_now = False
+        self.back_at: RestoreReport | None = None
+
+    def judge(self, reports: Sequence[RecoverReport], restore: Callable[[], RestoreReport]) -> str:
+        """Find out after a failed cell, and put them back to a snapshot if a step was torn.
+
+        Args:
+            reports: of every rank.
+            restore: puts every rank back to the newest snapshot.
+
+        Returns:
+            What a person is told; nothing: all is well.
+        """
+        self.torn_now = _is_torn(reports)
+        if not self.torn_now:
+            return _KEPT if any(report.some_within_step for report in reports) else ""
+        restored = restore()
+        self.is_torn = restored.step is None
+        self.back_at = None if self.is_torn else restored
+        return _line_of(restored)
+
+    def built(self, restored: RestoreReport | None) -> None:
+        """Note that a model was built, with what a snapshot held or without."""
+        self.is_torn = False
+        self.back_at = None if restored is None or restored.step is None else restored
+
+    def refuse_torn(self) -> None:
+        """Raise if a training cell would go on from weights that differ."""
+        if self.is_torn:
+            raise UsageError(
+                "a step was torn, and the ranks may hold different weights; build the model again "
+                "in a %%fsdp_model cell (next time %%fsdp_train --snapshot-every N keeps a "
+                "snapshot to go back to)"
+            )
+
+
+def _is_torn(reports: Sequence[RecoverReport]) -> bool:
     """Return whether the ranks did not all take the same optimizer steps, each to its end."""
     first = reports[0]
     if not any(report.optimizer_steps for report in reports):
@@ -29,25 +76,16 @@ def is_torn(reports: Sequence[RecoverReport]) -> bool:
     )
 
 
-def torn_line(restored: RestoreReport | None) -> str:
+def _line_of(restored: RestoreReport) -> str:
     """Return the sentence that tells of a torn step, and what became of it.
 
     Args:
-        restored: the snapshot that every rank was put back to; None: there was none.
+        restored: the snapshot that every rank was put back to, or why there is none.
     """
-    if restored is None or restored.step is None:
-        why = "".join(f" ({note})" for note in restored.notes) if restored is not None else ""
+    if restored.step is None:
+        why = "".join(f" ({note})" for note in restored.notes)
         return f"{_TORN}{why}. {_ADVICE}"
     return f"{_TORN}; every rank is back at the snapshot of step {restored.step:,}."
-
-
-def refusal_of_torn() -> UsageError:
-    """Return the error of a training cell on weights that a torn step left."""
-    return UsageError(
-        "a step was torn, and the ranks may hold different weights; build the model again in a "
-        "%%fsdp_model cell (next time %%fsdp_train --snapshot-every N keeps a snapshot to go back "
-        "to)"
-    )
 
 
 def restored_notes(restored: RestoreReport | None) -> tuple[str, ...]:

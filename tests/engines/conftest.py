@@ -68,7 +68,7 @@ def cleaned(session: Session) -> Session:
     session.runs.clear()
     session._history.leave_engines()
     session._history.start_anew()
-    session.engines.is_torn = False
+    session.engines.weights.built(None)
     try:
         session.run(CLEAN, show=False, timeout=20)
     except FsdpError:
