@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.recovery import RestoreReport
 from fsdp_magic.engine import randomness
+from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.snapshot_content import Content, Subjects, Unpacker
 from fsdp_magic.engine.snapshots import Keeper, Snapshots
 from fsdp_magic.engine.world import World
@@ -178,8 +180,8 @@ class Restoration:
             kept = content.optimizers.get(name)
             if kept is None or any(optimizer is each for each in waiting.optimizers):
                 continue
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if held & trained and unpacker.is_like(optimizer, kept):
+            shards = {id(p) for p in parameters_of(optimizer) if isinstance(p, DTensor)}
+            if shards <= trained and unpacker.is_like(optimizer, kept):
                 unpacker.optimizer(optimizer, kept)
                 waiting.optimizers.append(optimizer)
         late = False

@@ -80,8 +80,7 @@ class Snapshots:
         """
         if not self._files:
             raise FsdpError("--snapshot-every needs the engines on this host; leave it out")
-        if self._newest is None:
-            self.agree()
+        self.agree()  # also if this rank knows it: a peer may be a new engine
 
     def forget(self) -> None:
         """Drop every snapshot: another model is built."""
@@ -193,7 +192,7 @@ class RunSnapshots:
         self._epochs_ended = epochs_ended
         self._subjects = snapshots.subjects()
         self._newest_step: int | None = None
-        self._failed = False
+        self._told = self._failed = False
 
     def begin(self, step: int) -> None:
         """Make one before the first step.
@@ -227,12 +226,13 @@ class RunSnapshots:
 
         size, reason = self._snapshots.write(content)
         self._tell(step, size, reason)
-        if size:
-            self._newest_step = step
+        self._newest_step = step if size else self._newest_step
 
     def _tell(self, step: int, size: int, reason: str) -> None:
         """Say once what snapshots take, and once that one could not be made."""
-        if size and self._newest_step is None:
+        # the one from before the first step may lack the optimizers' state
+        if size and self._newest_step is not None and not self._told:
+            self._told = True
             times = "step" if self._every == 1 else f"{self._every:,} steps"
             self.notes.append(
                 f"a snapshot every {times} takes {bytes_text(size)} of host memory a rank, twice"

@@ -126,7 +126,7 @@ class Engines:
                 run.finish([reply.report for reply in outcome.replies.values() if reply.report])
             said = self._settle(outcome, output, timeout)
         if self._interruptions.count:
-            interrupted = CellInterrupted("interrupted")
+            interrupted = CellInterrupted(f"interrupted\n{said}".rstrip())
             interrupted.torn = said
             raise interrupted
         if self.cluster.lost is not None:

@@ -31,7 +31,7 @@ class History:
         self._newest_epochs = 1
         self._asked = TrainSpec()
         self._lost: Run | None = None
-        self._has_snapshots = False
+        self._has_snapshots = self._taken_up = False
         self.snapshots_wait = False
 
     def begin(self, *, world_size: int, accumulate: int) -> Run:
@@ -45,8 +45,9 @@ class History:
         """Remember a run that is over, however it ended; a trial left nothing to take up."""
         self.last_frame = run.last_frame or self.last_frame
         self._has_snapshots = self._has_snapshots or spec.snapshot_every is not None
-        if run.began:
-            self.snapshots_wait = False  # what was not there by now is not waited for
+        if run.began and (self._taken_up or spec.snapshot_every is not None):
+            # what has not found its place by now is not waited for
+            self.snapshots_wait = self._taken_up = False
         if run.began and not spec.trial:
             self._newest, self._newest_epochs = run, spec.epochs or 1
             if not spec.resume:  # one that finishes another has the length of that one
@@ -55,16 +56,26 @@ class History:
     def start_anew(self) -> None:
         """Forget what could be resumed: a new model starts at step 0."""
         self._newest = self._lost = None
-        self._has_snapshots = self.snapshots_wait = False
+        self._has_snapshots = self._taken_up = self.snapshots_wait = False
 
     def take_up(self) -> None:
         """Remember the run of the engines that are gone: its snapshot was put into new models."""
-        self._newest = self._lost
+        self._newest, self._taken_up = self._lost, True
+
+    @property
+    def snapshot_note(self) -> str:
+        """What to say where a run begins though a snapshot waits; nothing: none does."""
+        if not self.snapshots_wait or self._taken_up:
+            return ""
+        return (
+            "the snapshot of the engines that are gone was not loaded; a %%fsdp_model cell that "
+            "builds the model gets it"
+        )
 
     def leave_engines(self) -> None:
         """Forget what was on engines that are gone; the runs stay, and snapshots wait."""
         self._lost = self._newest or self._lost
-        self.snapshots_wait = self._has_snapshots
+        self.snapshots_wait, self._taken_up = self._has_snapshots, False
         self._newest = self.evaluation = self.last_frame = None
 
     def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:

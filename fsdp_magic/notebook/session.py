@@ -161,6 +161,8 @@ class Session(Inspection):
         back_at = weights.back_at
         asked, steps_left = self._history.resumed(spec, back_at=back_at)
         run = self._history.begin(world_size=self.world_size, accumulate=spec.accumulate)
+        if self._history.snapshot_note:
+            run.notes.append(self._history.snapshot_note)
         request = TrainRequest(
             code=code,
             name=name or self._name("fsdp_train"),

@@ -43,12 +43,13 @@ class Net(nn.Module):
 
 model = Net()
 mean = nn.Linear(4, 1)
+groups = [{"params": model.layers.parameters(), "lr": 0.02},
+          {"params": [*model.last.parameters(), model.scale]}]
+optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1)
 """
 OPTIMIZER = """
 extra = nn.Parameter(torch.ones(3))
-groups = [{"params": model.layers.parameters(), "lr": 0.02},
-          {"params": [*model.last.parameters(), model.scale]}, {"params": [extra]}]
-optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1)
+later = torch.optim.SGD([extra], lr=0.5, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
 
 def average():
@@ -59,13 +60,13 @@ def average():
 CELL = """
 x, y = batch
 seen.append((x.sum() + y.sum()).item())
-loss = (model(x) - y.mean()).pow(2).mean() + (extra ** 2).sum() / 1000
+loss = (model(x) - y.mean()).pow(2).mean() + (extra ** 2).sum() / 10
 KILL
 """
 LEFT = """
 def left():
     tensors = [*model.parameters(), *model.buffers(), *mean.parameters(), extra]
-    tensors += [v for p in optimizer.state for v in optimizer.state[p].values()]
+    tensors += [v for o in (optimizer, later) for s in o.state.values() for v in s.values()]
     tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     engine = __import__("builtins")._fsdp_magic_call.__self__
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -99,7 +100,7 @@ def test_a_run_whose_engine_died_goes_on_from_its_snapshot_exactly(fresh, capsys
     reference = session.train(CELL.replace("KILL", ""), steps=10, **OPTIONS)
     expected = session.pull("left(), seen[-4:]", rank="all")
 
-    session.run("del model, optimizer, scheduler, loader, stream", show=False)
+    session.run("del model, optimizer, later, scheduler, loader, stream", show=False)
     session.run(RANDOM_AGAIN, show=False)
     session.run(DATA, show=False)
     session.model(MODEL, "model", show=False)
