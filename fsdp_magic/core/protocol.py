@@ -19,7 +19,8 @@ CALL_NAME = "_fsdp_magic_call"
 """The name under which an engine offers ``verbs.call``; the kernel ships this name, no code."""
 
 PROGRESS_KEY = "fsdp_magic.progress"
-"""The key of published progress in an ipyparallel data message."""
+WHERE_KEY = "fsdp_magic.where"
+"""The keys of published progress, and of where a rank is, in an ipyparallel data message."""
 
 DIGESTS = 4096
 """Signatures of messages that each side remembers, so that none is taken twice; Jupyter's own
@@ -29,7 +30,7 @@ KERNEL_PID_VARIABLE = "FSDP_MAGIC_KERNEL_PID"
 LOCAL_ORDER_VARIABLE = "FSDP_MAGIC_LOCAL_ORDER"
 """Environment of an engine: whom it must not outlive, and its place on its host."""
 
-FailureKind = Literal["raised", "interrupted", "released", "out_of_memory", "usage"]
+FailureKind = Literal["raised", "interrupted", "released", "out_of_memory", "usage", "diverged"]
 DeviceKind = Literal["cuda", "cpu"]
 TransportKind = Literal["gloo", "nccl"]
 
@@ -75,10 +76,17 @@ class HelloRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """Run a cell as ordinary Python. ``name`` is its file name in tracebacks."""
+    """Run a cell as ordinary Python.
+
+    Attributes:
+        code: the cell.
+        name: its file name in tracebacks.
+        ranks: that run it; None: all.
+    """
 
     code: str
     name: str
+    ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,16 +213,48 @@ Request = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where a rank is, or was when its cell ended.
+
+    Attributes:
+        line: of the cell; None: outside of it, between two runs of a training cell.
+        source: that line; outside of it ``backward``, or nothing.
+        inner: file and line of the person's own module that the cell is in; empty: none.
+        doing: what it waits in: a collective, an agreement of ours, the data; empty: it computes.
+        missing: ranks that it waits for.
+        seconds: for how long.
+    """
+
+    line: int | None = None
+    source: str = ""
+    inner: str = ""
+    doing: str = ""
+    missing: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhereReport:
+    """Where a rank is; published when the kernel asks. ``number`` is that of the question."""
+
+    rank: int
+    number: int
+    where: Whereabouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why a cell did not finish on one rank.
 
     Attributes:
         kind: ``raised`` by the cell itself; ``interrupted`` by the person; ``released``:
-            stopped because a peer failed; ``out_of_memory``; ``usage``: refused before it ran.
+            stopped because a peer failed; ``out_of_memory``; ``usage``: refused before it ran;
+            ``diverged``: ranks did different things.
         exception_type: name of the exception's class.
         message: its text.
         traceback: the person's frames only, as text, without the last line.
         notes: sentences a person should read beside it.
+        where: it was, of a rank that was stopped or diverged.
     """
 
     kind: FailureKind
@@ -222,6 +262,7 @@ class Failure:
     message: str
     traceback: str = ""
     notes: tuple[str, ...] = ()
+    where: Whereabouts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsdp_magic.core.cell_output import CellOutput
-from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError
+from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError, RanksDivergedError
 from fsdp_magic.core.protocol import Failure, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.panels import errors as error_panel
+from fsdp_magic.panels import waiting
 
 
 def outputs(
@@ -44,7 +45,8 @@ def failure_of(
     failures = {r: reply.failure for r, reply in replies.items() if reply.failure is not None}
     own = {r: f for r, f in failures.items() if f.kind != "released"} or failures
     released = tuple(sorted(set(failures) - set(own)))
-    text = _refusal(own, everywhere=len(own) == len(replies))
+    diverged = waiting.diverged(failures)
+    text = diverged or _refusal(own, everywhere=len(own) == len(replies))
     lines = text.splitlines()
     if not text:
         text = error_panel.text(own, released=released)
@@ -54,6 +56,7 @@ def failure_of(
         text, lines = f"{stopped}\n{text}", [stopped, *lines]
     full = any(failure.kind == "out_of_memory" for failure in own.values())
     kind = OutOfMemoryOnRankError if full else CellFailedError
+    kind = RanksDivergedError if diverged else kind
     return kind(text, exceptions=own, outputs=outputs(replies, output), rendered=lines)
 
 
