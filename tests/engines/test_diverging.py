@@ -158,3 +158,32 @@ def test_a_cell_of_one_rank_that_needs_all_is_refused_at_once(session: Session) 
     alone = "dist.barrier(group=groups[1]); model.layers[0].up.weight.to_local().sum().item()"
     session.run(alone, ranks=1, show=False)
     assert session.train(TRAINED, **OPTIONS).state == "done"
+
+
+UNLIKE = {
+    "if rank == 1: optimizer = torch.optim.SGD(list(model.parameters())[:10], lr=0.1)": (
+        "the optimizer `optimizer` holds 12 parameters on rank 0 and holds 10 parameters on rank 1"
+    ),
+    "if rank == 1: model.layers[1].up.weight.requires_grad_(False)": (
+        "`model.layers.1.up.weight` is trained float64 of shape (4, 4) on rank 0 and is frozen "
+        "float64 of shape (4, 4) on rank 1"
+    ),
+    "if rank == 0: other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)": (
+        "the optimizer `other` holds 1 parameters on rank 0 and is missing on rank 1"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", UNLIKE)
+def test_ranks_that_train_different_things_are_refused_before_the_first_step(
+    session: Session, code: str
+) -> None:
+    session.model(MODEL, show=False)
+    session.run(code, show=False)
+    with pytest.raises(CellFailedError) as caught:
+        session.train(TRAINED, **OPTIONS)
+    assert str(caught.value) == (
+        f"{UNLIKE[code]}; every rank must train the same, so bind the same on all"
+    )
+    session.model(MODEL + "other = None\n", show=False)
+    assert session.train(TRAINED, **OPTIONS).state == "done"
