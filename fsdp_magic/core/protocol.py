@@ -14,13 +14,13 @@ from fsdp_magic.core.completion import CompleteRequest
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, TrainSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
+from fsdp_magic.core.whereabouts import Whereabouts
 
 CALL_NAME = "_fsdp_magic_call"
 """The name under which an engine offers ``verbs.call``; the kernel ships this name, no code."""
 
 PROGRESS_KEY = "fsdp_magic.progress"
-WHERE_KEY = "fsdp_magic.where"
-"""The keys of published progress, and of where a rank is, in an ipyparallel data message."""
+"""The key of published progress in an ipyparallel data message."""
 
 DIGESTS = 4096
 """Signatures of messages that each side remembers, so that none is taken twice; Jupyter's own
@@ -210,36 +210,6 @@ Request = (
 
 
 # ---------------------------------------------------------------- reports: engine -> kernel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
-    """Where a rank is, or was when its cell ended.
-
-    Attributes:
-        line: of the cell; None: outside of it, between two runs of a training cell.
-        source: that line; outside of it ``backward``, or nothing.
-        inner: file and line of the person's own module that the cell is in; empty: none.
-        doing: what it waits in: a collective, an agreement of ours, the data; empty: it computes.
-        missing: ranks that it waits for.
-        seconds: for how long.
-    """
-
-    line: int | None = None
-    source: str = ""
-    inner: str = ""
-    doing: str = ""
-    missing: tuple[int, ...] = ()
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhereReport:
-    """Where a rank is; published when the kernel asks. ``number`` is that of the question."""
-
-    rank: int
-    number: int
-    where: Whereabouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

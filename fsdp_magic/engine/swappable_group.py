@@ -76,12 +76,14 @@ class Surroundings:
         cuda_transport: what moves CUDA tensors, ``nccl`` or ``gloo``.
         directory: of this host, for its owner only.
         newest: the group that issued a collective last; None: none has.
+        message_at: when a message to or from one other rank was issued last.
         idle_ranks: ranks that do not run the cell of this moment.
     """
 
     cuda_transport: str
     directory: Path
     newest: SwappableGroup | None = None
+    message_at: float = 0.0
     idle_ranks: frozenset[int] = frozenset()
 
 
@@ -231,6 +233,7 @@ def _forward(name: str, older_name: str) -> Callable[..., Any]:
         inner = self._inner(device)
         call = getattr(inner, name, None) or getattr(inner, older_name)
         if older_name in _POINT_TO_POINT:
+            self._around.message_at = time.monotonic()
             if self._around.idle_ranks and isinstance(args[1], int):
                 self._refuse_idle([dist.get_process_group_ranks(self)[args[1]]])
             return call(*args, **kwargs)

@@ -13,13 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from fsdp_magic.core.protocol import Whereabouts
+from fsdp_magic.core.whereabouts import Whereabouts
 from fsdp_magic.engine.cell_sources import PREFIX
 from fsdp_magic.engine.collectives import DivergedError
+from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.surrogates import encodable
 from fsdp_magic.engine.tracebacks import is_persons
 from fsdp_magic.engine.world import World
@@ -58,11 +60,9 @@ class Locator:
 
     def of_error(self, error: BaseException) -> Whereabouts:
         """Return where the main thread was when something was raised."""
-        places, trace = [], error.__traceback__
-        while trace is not None:
-            code = trace.tb_frame.f_code
-            places.append(_Place(code.co_filename, trace.tb_lineno, code.co_name))
-            trace = trace.tb_next
+        places = _places(error)
+        if error.__context__ is not None and is_broken_transport(error.__context__):
+            places += _places(error.__context__)  # interrupted while that one was on its way up
         if self.world is not None:
             if isinstance(error, DivergedError):
                 return _at(places, doing=error.issued, missing=(error.peer,))
@@ -100,9 +100,19 @@ class Locator:
             return _at(places)
         message = next((p.function for p in called if p.function in _POINT_TO_POINT), "")
         if message:
-            return _at(places, doing=f"calls {message}")
+            since = world.groups.surroundings.message_at
+            return replace(_at(places, doing=f"calls {message}", since=since), is_message=True)
         issued, missing, since = world.groups.newest()
         return _at(places, doing=issued, missing=missing, since=since) if missing else _at(places)
+
+
+def _places(error: BaseException) -> list[_Place]:
+    places, trace = [], error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        places.append(_Place(code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return places
 
 
 def _library_calls(places: Sequence[_Place]) -> Sequence[_Place]:

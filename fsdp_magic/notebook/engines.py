@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
@@ -21,12 +22,14 @@ from fsdp_magic.notebook.cluster import Cluster
 from fsdp_magic.notebook.events import Answered, Died
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
-from fsdp_magic.notebook.outcomes import failure_of
+from fsdp_magic.notebook.outcomes import failure_of, waiting_at_the_end
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.rich_displays import DisplayNames
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Screen
+from fsdp_magic.notebook.waiting import WaitingWatch
 from fsdp_magic.notebook.world import WorldPlan
+from fsdp_magic.panels import waiting
 
 _QUICK_SECONDS = 30.0
 _GLANCE_SECONDS = 0.2
@@ -109,13 +112,15 @@ class Engines:
                 escalation=_Escalation(self, list(asked), run),
                 on_progress=None if run is None else run.add,
                 on_tick=on_tick,
+                watch=WaitingWatch(page=self.cluster.page, pids=self._pids()),
+                on_waiting=None if run is None else partial(setattr, run, "waiting"),
                 timeout=timeout,
             ).follow()
             if run is not None:
                 run.finish([reply.report for reply in outcome.replies.values() if reply.report])
             self._settle(outcome, output, timeout)
         if self._interruptions.count:
-            raise CellInterrupted("interrupted")
+            raise CellInterrupted("\n".join(["interrupted", *waiting_at_the_end(outcome.replies)]))
         if self.cluster.lost is not None:
             raise self.cluster.lost
         return outcome.replies, output
@@ -175,19 +180,30 @@ class Engines:
         }
         self._quick("join", requests)
 
+    def _pids(self) -> dict[int, int]:
+        """Return the process of each rank."""
+        hellos = self.cluster.hellos
+        return {rank: hellos[engine_id].pid for engine_id, rank in self._ranks.items()}
+
     def _settle(self, outcome: Outcome, output: Output, timeout: float | None) -> None:
         """Bring the ranks back into order after a failure, and raise what happened."""
         self._check_dead(outcome.dead)
         if outcome.stuck:
+            told = "" if outcome.waited is None else "\n" + waiting.text(outcome.waited)
             self.broken = FsdpError(
                 f"rank {ranks_text(outcome.stuck)} did not come out of the cell within 5 s; "
-                "type %fsdp_restart for fresh engines"
+                f"type %fsdp_restart for fresh engines{told}"
             )
             raise self.broken
         if outcome.failed or self.cluster.page.released_generation >= self._generation:
             self._recover()
         if outcome.failed and not self._interruptions.count:
-            raise failure_of(outcome.replies, output, timeout if outcome.timed_out else None)
+            raise failure_of(
+                outcome.replies,
+                output,
+                timeout=timeout if outcome.timed_out else None,
+                deserted=outcome.waited if outcome.deserted else None,
+            )
 
     def _check_dead(self, ranks: tuple[int, ...]) -> None:
         """Raise if the engine of a rank died; nothing can be asked any more then."""

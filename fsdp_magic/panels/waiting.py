@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fsdp_magic.core.protocol import Failure, Whereabouts
+from fsdp_magic.core.protocol import Failure
 from fsdp_magic.core.units import ranks_text, seconds_text
+from fsdp_magic.core.whereabouts import Whereabouts
 from fsdp_magic.panels.parts import (
     FIRST,
     cell,
@@ -41,6 +42,10 @@ class WaitingView:
 
     places: Mapping[int, Whereabouts | None]
     hint: str = ""
+
+    def is_like(self, other: WaitingView) -> bool:
+        """Return whether every rank is where it is in another one, however long."""
+        return _without_time(self.places) == _without_time(other.places)
 
 
 def text(view: WaitingView) -> str:
@@ -92,6 +97,17 @@ def diverged(failures: Mapping[int, Failure]) -> str:
     return ""
 
 
+def deserted(view: WaitingView) -> str:
+    """Return the sentence of ranks that waited for others which had left the cell."""
+    deeds = [_deed_of(r, where) for r, where in sorted(view.places.items()) if where is not None]
+    left = tuple(rank for rank, where in view.places.items() if where is None)
+    return (
+        f"{', '.join(deeds)}, and rank {ranks_text(left)} has left the cell and will never come; "
+        "what needs every rank, such as a sharded model's forward, must run on every rank: take "
+        "it out of the `if`"
+    )
+
+
 def _deed_of(rank: int, where: Whereabouts | None) -> str:
     if where is None or not where.doing:
         return f"rank {rank} does something else"
@@ -102,6 +118,10 @@ def _in_line(where: Whereabouts) -> str:
     if where.line is None:
         return f" (in {one_line(where.source)})" if where.source else ""
     return f" (line {where.line} of the cell: {shortened(where.source, _LINE)})"
+
+
+def _without_time(places: Mapping[int, Whereabouts | None]) -> dict[int, Whereabouts | None]:
+    return {rank: w if w is None else replace(w, seconds=0.0) for rank, w in places.items()}
 
 
 def _rows(view: WaitingView) -> list[tuple[str, str, str, str]]:
