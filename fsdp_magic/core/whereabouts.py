@@ -1,11 +1,21 @@
-"""Where a rank is, as it tells the kernel: data only, pure."""
+"""Where a rank is, as it tells the kernel: data only, and how it is asked; pure."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
+from pathlib import Path
 
 WHERE_KEY = "fsdp_magic.where"
 """The key of where a rank is in an ipyparallel data message."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 7
+"""Lets an engine write its stack, also while C code holds the interpreter lock."""
+
+
+def stack_file(directory: Path, rank: int) -> Path:
+    """Return the file that a rank writes its stack to."""
+    return directory / f"stack-{rank}.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

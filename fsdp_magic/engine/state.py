@@ -73,7 +73,8 @@ class State:
 
     def enter(self, world: World) -> None:
         """Take a place in the world."""
-        self._world = LOCATOR.world = world
+        self._world = world
+        LOCATOR.enter(world)
         self._service = Service(world)
         self._randomness = TrainingRandomness(world.request.seed, world.rank)
         self._handle = FsdpInCells(world.rank, world.world_size)

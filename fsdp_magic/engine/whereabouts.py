@@ -7,6 +7,7 @@ collective, each vote. Nothing is computed before somebody asks.
 
 from __future__ import annotations
 
+import faulthandler
 import linecache
 import os
 import sys
@@ -16,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
-from fsdp_magic.core.whereabouts import Whereabouts
+from fsdp_magic.core.whereabouts import STACK_SIGNAL, Whereabouts, stack_file
 from fsdp_magic.engine.cell_sources import PREFIX
 from fsdp_magic.engine.collectives import DivergedError
 from fsdp_magic.engine.groups import is_broken_transport
@@ -57,6 +58,18 @@ class Locator:
 
     def __init__(self) -> None:
         self.world: World | None = None
+        self._stacks: TextIO | None = None
+
+    def enter(self, world: World) -> None:
+        """Take a place in the world, and be ready to write stacks to a file."""
+        self.world = world
+        path = stack_file(Path(world.request.directory), world.rank)
+        path.unlink(missing_ok=True)  # that of an engine which had this rank before
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        before, self._stacks = self._stacks, os.fdopen(descriptor, "w")
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=False, chain=False)
+        if before is not None:
+            before.close()
 
     def of_error(self, error: BaseException) -> Whereabouts:
         """Return where the main thread was when something was raised."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
@@ -27,6 +28,7 @@ from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.rich_displays import DisplayNames
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Screen
+from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.notebook.waiting import WaitingWatch
 from fsdp_magic.notebook.world import WorldPlan
 from fsdp_magic.panels import waiting
@@ -112,7 +114,7 @@ class Engines:
                 escalation=_Escalation(self, list(asked), run),
                 on_progress=None if run is None else run.add,
                 on_tick=on_tick,
-                watch=WaitingWatch(page=self.cluster.page, pids=self._pids()),
+                watch=WaitingWatch(page=self.cluster.page, stacks=self._stacks()),
                 on_waiting=None if run is None else partial(setattr, run, "waiting"),
                 timeout=timeout,
             ).follow()
@@ -180,10 +182,11 @@ class Engines:
         }
         self._quick("join", requests)
 
-    def _pids(self) -> dict[int, int]:
-        """Return the process of each rank."""
+    def _stacks(self) -> Stacks:
+        """Return what asks engines for their stacks."""
         hellos = self.cluster.hellos
-        return {rank: hellos[engine_id].pid for engine_id, rank in self._ranks.items()}
+        pids = {rank: hellos[engine_id].pid for engine_id, rank in self._ranks.items()}
+        return Stacks(directory=Path(self.cluster.directory), pids=pids)
 
     def _settle(self, outcome: Outcome, output: Output, timeout: float | None) -> None:
         """Bring the ranks back into order after a failure, and raise what happened."""

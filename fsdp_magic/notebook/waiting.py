@@ -2,7 +2,7 @@
 
 Engines say nothing unasked. When a request has shown no progress for a while they are asked,
 about once a second, by a word of the shared page; their service threads answer. A rank that does
-not answer is looked up in /proc.
+not answer is looked up in /proc, and asked for its stack by a signal.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from fsdp_magic.core.page import Page
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.core.whereabouts import Whereabouts, WhereReport
+from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.panels.waiting import WaitingView
 
 _QUIET_SECONDS = 2.0
@@ -21,6 +22,8 @@ _QUIET_SECONDS = 2.0
 _ASK_SECONDS = 1.0
 _SILENT_SECONDS = 2.0
 """How long a rank may take to say where it is."""
+_STACK_SECONDS = 0.2
+"""How long one may take to write its stack."""
 WAIT_SECONDS = 5.0
 """How long a rank may wait for others before a person is told."""
 
@@ -38,12 +41,12 @@ class WaitingWatch:
 
     Attributes:
         page: where they are asked.
-        pids: of their engines, by rank.
+        stacks: where one that does not answer is asked for its line.
         wait_seconds: how long one may wait for others before a person is told.
     """
 
     page: Page
-    pids: Mapping[int, int]
+    stacks: Stacks
     wait_seconds: float = field(default_factory=lambda: WAIT_SECONDS)
     _moved_at: float | None = None
     _asked_at: float = float("-inf")
@@ -134,19 +137,14 @@ class WaitingWatch:
     def _place(self, rank: int, now: float) -> Whereabouts | None:
         """Return where a rank is; None: it has still time to say."""
         report, heard = self._reports.get(rank), self._heard_at.get(rank, now)
-        if now - heard < _SILENT_SECONDS:
+        silent = now - heard
+        if silent < _SILENT_SECONDS:
             return None if report is None else report.where
-        doing = _state(self.pids[rank])
-        if report is None:
-            return Whereabouts(doing=doing, seconds=now - heard)
-        where = report.where
-        return Whereabouts(
-            line=where.line,
-            source=where.source,
-            inner=where.inner,
-            doing=doing,
-            seconds=now - heard,
-        )
+        doing = _state(self.stacks.pids[rank])
+        line = self.stacks.line(rank, now) if doing == SILENT[1] else None
+        if silent < _SILENT_SECONDS + _STACK_SECONDS:
+            return None
+        return Whereabouts(line=line, doing=doing, seconds=now - heard)
 
 
 def _waits(where: Whereabouts | None) -> bool:

@@ -17,6 +17,8 @@ from fsdp_magic.panels.parts import (
     cell,
     escape,
     head_cell,
+    notes_html,
+    notes_text,
     one_line,
     row,
     shortened,
@@ -51,7 +53,7 @@ class WaitingView:
 def text(view: WaitingView) -> str:
     """Return the table as text."""
     lines = text_table([_HEAD, *_rows(view)], left=3)
-    return "\n".join([*lines, *([view.hint] if view.hint else [])])
+    return "\n".join([*lines, *notes_text(_hints(view))])
 
 
 def html(view: WaitingView) -> str:
@@ -72,8 +74,7 @@ def html(view: WaitingView) -> str:
         )
         for values in _rows(view)
     ]
-    hint = f'<div style="font-size:12px">{escape(view.hint)}</div>' if view.hint else ""
-    return f'<div style="margin-top:6px">{html_table(head, rows)}{hint}</div>'
+    return f'<div style="margin-top:6px">{html_table(head, rows)}</div>{notes_html(_hints(view))}'
 
 
 def diverged(failures: Mapping[int, Failure]) -> str:
@@ -120,6 +121,10 @@ def _in_line(where: Whereabouts) -> str:
     return f" (line {where.line} of the cell: {shortened(where.source, _LINE)})"
 
 
+def _hints(view: WaitingView) -> list[str]:
+    return [view.hint] if view.hint else []
+
+
 def _without_time(places: Mapping[int, Whereabouts | None]) -> dict[int, Whereabouts | None]:
     return {rank: w if w is None else replace(w, seconds=0.0) for rank, w in places.items()}
 
@@ -147,7 +152,7 @@ def _row(
         return label, "", LEFT, ""
     line = shortened(where.source, _LINE)
     if where.line is not None:
-        line = f"{where.line}: {line}"
+        line = f"{where.line}: {line}".removesuffix(": ")
     if where.inner:
         line += f" ({shortened(where.inner, 40)})"
     deed = one_line(where.doing) or COMPUTES

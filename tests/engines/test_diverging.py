@@ -77,6 +77,29 @@ loss = y.square().mean()
     assert caught.value.run.losses + again.losses == expected
 
 
+LAYER_DROP = """
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+torch.manual_seed(0)
+config = OPTConfig(
+    vocab_size=32, hidden_size=16, word_embed_proj_dim=16, num_hidden_layers=4, ffn_dim=16,
+    num_attention_heads=2, max_position_embeddings=32, layerdrop=0.5, dropout=0.0,
+)
+model = OPTForCausalLM(config)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ids = torch.arange(16).reshape(2, 8)
+"""
+
+
+def test_a_library_that_drops_layers_by_rank_is_reported(session: Session) -> None:
+    session.model(LAYER_DROP, show=False)
+    cell = "loss = model(input_ids=ids, labels=ids).loss"
+    with pytest.raises(RanksDivergedError, match=r"rank 1 \w+.* `model\.model\.decoder"):
+        session.train(cell, steps=8, show=False)
+    session.run("model.model.decoder.layerdrop = 0.0", show=False)
+    assert session.train(cell, steps=2, show=False).state == "done"
+
+
 COLLECTIVES = {
     "sizes": ("dist.all_reduce(torch.ones(4))", "dist.all_reduce(torch.ones(5))"),
     "dtypes": ("dist.all_reduce(torch.ones(4))", "dist.all_reduce(torch.ones(4).int())"),

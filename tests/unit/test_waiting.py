@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import Failure
 from fsdp_magic.core.whereabouts import Whereabouts, WhereReport
+from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.notebook.waiting import SILENT, WaitingWatch
 from fsdp_magic.panels import waiting
 
@@ -21,9 +25,10 @@ WAITS = Whereabouts(line=5, source="model(x)", doing="gathers `model`", missing=
 class Ranks:
     """Ranks that answer each question at once, as long as they are not silent."""
 
-    def __init__(self, places: Mapping[int, Whereabouts]) -> None:
+    def __init__(self, places: Mapping[int, Whereabouts], *, process: int = 0) -> None:
         self.page = Page(memoryview(bytearray(page_bytes(2))).cast("Q"))
-        self.watch = WaitingWatch(page=self.page, pids=dict.fromkeys(range(64), os.getpid()))
+        pids = dict.fromkeys(places, process)
+        self.watch = WaitingWatch(page=self.page, stacks=Stacks(directory=Path(), pids=pids))
         self.places = dict(places)
         self.left: set[int] = set()
         self.silent: set[int] = set()
@@ -72,14 +77,25 @@ def test_a_short_wait_is_not_told() -> None:
     assert Ranks({0: COMPUTES, 1: short}).after(60) is None
 
 
-def test_a_rank_that_does_not_answer_is_looked_up() -> None:
-    ranks = Ranks({0: COMPUTES, 1: WAITS})
+@pytest.fixture
+def still() -> Iterator[int]:
+    """A process that stands still."""
+    process = subprocess.Popen(["sleep", "60"])
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def test_a_rank_that_does_not_answer_is_looked_up(still: int) -> None:
+    ranks = Ranks({0: COMPUTES, 1: WAITS}, process=still)
     ranks.silent = {0}
     assert ranks.after(3.5) is None, "it has still time to answer"
     view = ranks.after(3)
     assert view is not None
     assert view.places[0] is not None
-    assert view.places[0].doing == SILENT[1]
+    assert view.places[0].doing == SILENT[0]
 
 
 def test_only_a_wait_for_ranks_that_have_left_is_hopeless() -> None:
