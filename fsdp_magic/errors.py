@@ -6,6 +6,7 @@ from fsdp_magic.core.errors import (
     EngineDiedError,
     FsdpError,
     OutOfMemoryOnRankError,
+    RanksDivergedError,
     UsageError,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "EngineDiedError",
     "FsdpError",
     "OutOfMemoryOnRankError",
+    "RanksDivergedError",
     "UsageError",
 ]

@@ -5,7 +5,8 @@
     FsdpError
     ├── UsageError                 an option, a value or a name that cannot work
     ├── CellFailedError            a cell raised on at least one rank
-    │   └── OutOfMemoryOnRankError     ... because a device was full
+    │   ├── OutOfMemoryOnRankError     ... because a device was full
+    │   └── RanksDivergedError         ... because the ranks did different things
     └── EngineDiedError            an engine's process is gone
 
 IPython prints a full traceback for any exception, also for subclasses of its own UsageError.
@@ -85,6 +86,10 @@ class CellFailedError(FsdpError):
 
 class OutOfMemoryOnRankError(CellFailedError):
     """A device was full on at least one rank; its memory is free again."""
+
+
+class RanksDivergedError(CellFailedError):
+    """Ranks did different things where all must do the same; seen before any data was mixed."""
 
 
 class EngineDiedError(FsdpError):

@@ -10,7 +10,8 @@ word for that reason. Each rank owns two vote slots and alternates between them:
 overwrite a slot two votes later, when everybody has read it.
 
 Written in bytes from the start: word 0, the newest generation whose transports were given up;
-word 1, the run that should stop; then 64 bytes (one cache line) for each rank.
+word 1, the run that should stop; word 2, how often the ranks were asked where they are; then
+64 bytes (one cache line) for each rank.
 """
 
 from __future__ import annotations
@@ -86,6 +87,15 @@ class Page:
     def stop(self, run_id: int) -> None:
         """Ask a run to stop at its next step boundary."""
         self._words[1] = run_id
+
+    @property
+    def question(self) -> int:
+        """How often the kernel has asked the ranks where they are."""
+        return int(self._words[2])
+
+    def ask_where(self) -> None:
+        """Ask the ranks that run a cell to say where they are."""
+        self._words[2] += 1
 
     def cast(self, rank: int, ballot: Ballot) -> None:
         """Publish a rank's vote."""

@@ -15,6 +15,7 @@ from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.recovery import RestoreReport, RestoreRequest
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, TrainSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
+from fsdp_magic.core.whereabouts import Whereabouts
 
 CALL_NAME = "_fsdp_magic_call"
 """The name under which an engine offers ``verbs.call``; the kernel ships this name, no code."""
@@ -30,7 +31,7 @@ KERNEL_PID_VARIABLE = "FSDP_MAGIC_KERNEL_PID"
 LOCAL_ORDER_VARIABLE = "FSDP_MAGIC_LOCAL_ORDER"
 """Environment of an engine: whom it must not outlive, and its place on its host."""
 
-FailureKind = Literal["raised", "interrupted", "released", "out_of_memory", "usage"]
+FailureKind = Literal["raised", "interrupted", "released", "out_of_memory", "usage", "diverged"]
 DeviceKind = Literal["cuda", "cpu"]
 TransportKind = Literal["gloo", "nccl"]
 
@@ -78,10 +79,17 @@ class HelloRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """Run a cell as ordinary Python. ``name`` is its file name in tracebacks."""
+    """Run a cell as ordinary Python.
+
+    Attributes:
+        code: the cell.
+        name: its file name in tracebacks.
+        ranks: that run it; None: all.
+    """
 
     code: str
     name: str
+    ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,11 +230,13 @@ class Failure:
 
     Attributes:
         kind: ``raised`` by the cell itself; ``interrupted`` by the person; ``released``:
-            stopped because a peer failed; ``out_of_memory``; ``usage``: refused before it ran.
+            stopped because a peer failed; ``out_of_memory``; ``usage``: refused before it ran;
+            ``diverged``: ranks did different things.
         exception_type: name of the exception's class.
         message: its text.
         traceback: the person's frames only, as text, without the last line.
         notes: sentences a person should read beside it.
+        where: it was, of a rank that was stopped or diverged.
     """
 
     kind: FailureKind
@@ -234,6 +244,7 @@ class Failure:
     message: str
     traceback: str = ""
     notes: tuple[str, ...] = ()
+    where: Whereabouts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

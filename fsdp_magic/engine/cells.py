@@ -17,12 +17,14 @@ from types import CodeType
 from typing import Any
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.protocol import Failure
+from fsdp_magic.core.protocol import Failure, FailureKind
 from fsdp_magic.engine.cell_sources import CellSource
 from fsdp_magic.engine.children import children_end
+from fsdp_magic.engine.collectives import DivergedError
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
 from fsdp_magic.engine.surrogates import encodable
 from fsdp_magic.engine.tracebacks import members_of, message_of, persons_traceback
+from fsdp_magic.engine.whereabouts import LOCATOR
 
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 _HINTS = {
@@ -119,10 +121,8 @@ def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
 
 def describe(error: BaseException) -> Failure:
     """Return what a person needs to know about an exception, without keeping it alive."""
-    if isinstance(error, ReleasedByPeerError):
-        return Failure(kind="released", exception_type="", message="a peer failed")
-    if isinstance(error, KeyboardInterrupt):
-        return Failure(kind="interrupted", exception_type="KeyboardInterrupt", message="")
+    if isinstance(error, (ReleasedByPeerError, KeyboardInterrupt, DivergedError)):
+        return _stopped(error)
     frames, message = persons_traceback(error), message_of(error)
     if isinstance(error, SyntaxError):
         lines = traceback.format_exception_only(error)
@@ -139,6 +139,15 @@ def describe(error: BaseException) -> Failure:
         traceback=encodable(frames),
         notes=tuple(map(encodable, notes)),
     )
+
+
+def _stopped(error: BaseException) -> Failure:
+    """Return the failure of a rank that other ranks or the person kept from going on."""
+    where = LOCATOR.of_error(error)
+    if isinstance(error, ReleasedByPeerError):
+        return Failure(kind="released", exception_type="", message="a peer failed", where=where)
+    kind: FailureKind = "diverged" if isinstance(error, DivergedError) else "interrupted"
+    return Failure(kind=kind, exception_type=type(error).__name__, message=str(error), where=where)
 
 
 def _hints(message: str) -> list[str]:

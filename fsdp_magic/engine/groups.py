@@ -1,237 +1,16 @@
-"""ENGINE: process groups whose transport can be replaced under a living model.
-
-FSDP2, DeviceMesh, DTensor and DDP hold a process group for as long as they live, and torch
-offers no way to bring a group back once a peer is stuck in it. So every group that we make, and
-every ``new_group()`` without a named backend, is a ``SwappableGroup``: a ``ProcessGroup`` that
-forwards to an inner group by the tensor's device. When a cell fails, each rank breaks its inner
-groups, which frees every peer that waits in one; then all ranks make new inner groups in the
-same order, and the holders never notice.
-"""
+"""ENGINE: every process group of this rank, broken and connected again together."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from fsdp_magic.engine.sockets import recorded_sockets, shut_down
-
-BACKEND = "fsdp_magic"
-_LOOPBACK = "lo"
-_MEETING_SECONDS = 0.002
-
-_FORWARDED = {
-    # name on the wrapper -> name on an inner group that lacks it (torch 2.13 renamed some)
-    "allreduce": "allreduce",
-    "allreduce_coalesced": "allreduce_coalesced",
-    "allgather": "allgather",
-    "allgather_coalesced": "allgather_coalesced",
-    "_allgather_base": "_allgather_base",
-    "all_gather_single": "_allgather_base",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "_reduce_scatter_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "alltoall": "alltoall",
-    "alltoall_base": "alltoall_base",
-    "all_to_all_single": "alltoall_base",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
-    "recv_anysource": "recv_anysource",
-}
-
-_COALESCED = {
-    # takes lists of outputs and inputs -> takes one of each; gloo has only the latter
-    "allgather_into_tensor_coalesced": "_allgather_base",
-    "all_gather_single_coalesced": "_allgather_base",
-    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
-}
-
-
-class SwappableGroup(dist.ProcessGroup):
-    """A process group that forwards to replaceable inner groups.
-
-    Args:
-        store: where the ranks of this group find each other.
-        rank, size: in this group.
-        timeout: of a collective.
-        cuda_transport: what moves CUDA tensors.
-    """
-
-    def __init__(
-        self, store: Store, rank: int, size: int, *, timeout: timedelta, cuda_transport: str
-    ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows one form
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout
-        self._cuda_transport = cuda_transport
-        self._name = ""
-        self._description = ""
-        self._sockets: dict[int, str] = {}
-        self._generation = 0
-        self._cpu: Any = None
-        self._cuda: Any = None
-
-    # -- transports
-
-    def connect(self, generation: int) -> None:
-        """Make the inner groups of a generation.
-
-        Collective: every rank of the group must call this.
-        """
-        self._generation = generation
-        self._cuda = None
-        self._meet()
-        with recorded_sockets() as self._sockets:
-            self._cpu = self._gloo(f"cpu{generation}")
-
-    def _meet(self) -> None:
-        """Wait for all ranks in Python, which a release can end; gloo's own wait it cannot."""
-        here = dist.PrefixStore(f"here{self._generation}", self._store)  # type: ignore[attr-defined]
-        here.set(str(self._rank), "")
-        everybody = [str(rank) for rank in range(self._size)]
-        while not here.check(everybody):
-            time.sleep(_MEETING_SECONDS)
-
-    def disconnect(self) -> None:
-        """Make every collective that waits in this group, here or on a peer, fail at once."""
-        for descriptor, link in self._sockets.items():
-            shut_down(descriptor, link)
-        self._sockets = {}
-        if self._cuda is not None:
-            self._cuda.abort()
-
-    def _gloo(self, prefix: str) -> Any:
-        store = PrefixStore(prefix, self._store)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=_interface())]
-        options._timeout = self._timeout
-        options._threads = 2
-        return dist.ProcessGroupGloo(store, self._rank, self._size, options)
-
-    def _inner(self, device: str) -> Any:
-        """Return the inner group for tensors on a kind of device."""
-        if device == "cpu" or self._cuda_transport == "gloo":
-            return self._cpu
-        if self._cuda is None:  # made at the first use, in the same order on all its ranks
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            store = PrefixStore(f"cuda{self._generation}", self._store)
-            self._cuda = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
-        return self._cuda
-
-    # -- what torch asks of a group
-
-    def size(self) -> int:
-        """Return the number of ranks in this group."""
-        return self._size
-
-    def rank(self) -> int:
-        """Return this process's rank in this group."""
-        return self._rank
-
-    def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """Return the name that the backend is registered under."""
-        return BACKEND
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """The name that functional collectives find the group by."""
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """Return the group's name; torch's C++ side asks here."""
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the group's name; torch's C++ side says it here."""
-        self._name = name
-
-    @property
-    def group_desc(self) -> str:
-        """What the group is for."""
-        return self._description
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the group is for."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set what the group is for."""
-        self._description = description
-
-    def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks of the group, on the host."""
-        return self._cpu.barrier() if opts is None else self._cpu.barrier(opts)
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing; inner groups count for themselves."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return int(self._cpu._get_sequence_number_for_group())
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._inner(device.type)._start_coalescing()
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return self._inner(device.type)._end_coalescing()
-
-
-def _forward(name: str, older_name: str) -> Callable[..., Any]:
-    """Return a method that calls its namesake on the inner group for its first tensor."""
-
-    def method(self: SwappableGroup, *args: Any, **kwargs: Any) -> Any:
-        device = next(_devices((args, kwargs)), "cpu")
-        inner = self._inner(device)
-        call = getattr(inner, name, None) or getattr(inner, older_name)
-        return call(*args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-def _forward_coalesced(name: str, single_name: str) -> Callable[..., Any]:
-    """Return a method that takes lists, also where the inner group takes one pair at a time."""
-
-    def method(
-        self: SwappableGroup, outputs: list[Any], inputs: list[Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        inner = self._inner(next(_devices(inputs), "cpu"))
-        together = getattr(inner, name, None)
-        if together is not None:
-            return together(outputs, inputs, *args, **kwargs)
-        single = getattr(inner, single_name)
-        pairs = list(zip(outputs, inputs, strict=True))
-        for output, tensor in pairs[:-1]:
-            single(output, tensor, *args, **kwargs).wait()
-        return single(*pairs[-1], *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-for _name, _single_name in _COALESCED.items():
-    setattr(SwappableGroup, _name, _forward_coalesced(_name, _single_name))
-for _name, _older_name in _FORWARDED.items():
-    setattr(SwappableGroup, _name, _forward(_name, _older_name))
+from fsdp_magic.engine.swappable_group import BACKEND, Surroundings, SwappableGroup
 
 
 class Groups:
@@ -239,14 +18,48 @@ class Groups:
 
     Args:
         cuda_transport: what moves CUDA tensors, ``nccl`` or ``gloo``.
+        directory: of this host, for its owner only.
+
+    Attributes:
+        surroundings: what all of them share.
+        generation: of the transports.
     """
 
-    def __init__(self, cuda_transport: str) -> None:
-        self._cuda_transport = cuda_transport
+    def __init__(self, cuda_transport: str, *, directory: Path) -> None:
+        self.surroundings = Surroundings(cuda_transport=cuda_transport, directory=directory)
         self._all: list[SwappableGroup] = []
         self.generation = 1
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, self._create, devices=["cpu", "cuda"])
+
+    @contextmanager
+    def only(self, ranks: tuple[int, ...] | None) -> Iterator[None]:
+        """Refuse collectives with ranks that do not run the cell inside; None: all run it."""
+        everybody = range(dist.get_world_size())
+        idle = frozenset() if ranks is None else frozenset(everybody) - frozenset(ranks)
+        self.surroundings.idle_ranks = idle
+        try:
+            yield
+        finally:
+            self.surroundings.idle_ranks = frozenset()
+
+    @property
+    def diverged(self) -> str:
+        """What this rank issued where the ranks diverged; empty: they have not."""
+        found = (group.log.diverged for group in self._all)
+        return next((issued.text for issued in found if issued is not None), "")
+
+    def newest(self) -> tuple[str, tuple[int, ...], float]:
+        """Return the collective that was issued last: what, which ranks have not, and when.
+
+        For any thread.
+        """
+        group = self.surroundings.newest
+        issued = None if group is None else group.log.newest
+        if group is None or issued is None:
+            return "", (), 0.0
+        ranks = dist.get_process_group_ranks(group)
+        return issued.text, tuple(ranks[r] for r in group.log.missing()), group.log.issued_at
 
     def disconnect(self) -> None:
         """Break the transports of every group; safe from any thread."""
@@ -264,9 +77,7 @@ class Groups:
             group.connect(generation)
 
     def _create(self, store: Store, rank: int, size: int, timeout: timedelta) -> SwappableGroup:
-        group = SwappableGroup(
-            store, rank, size, timeout=timeout, cuda_transport=self._cuda_transport
-        )
+        group = SwappableGroup(store, rank, size, timeout=timeout, surroundings=self.surroundings)
         group.connect(self.generation)
         self._all.append(group)
         return group
@@ -281,19 +92,3 @@ def is_broken_transport(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and "gloo" in str(error)
-
-
-def _devices(value: Any) -> Iterator[str]:
-    """Yield the kinds of device of the tensors in nested arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value.device.type
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _devices(item)
-    elif isinstance(value, dict):
-        yield from _devices(list(value.values()))
-
-
-def _interface() -> str:
-    """Return the network interface of gloo; loopback unless a person named another."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK)

@@ -21,6 +21,7 @@ from fsdp_magic.engine.expressions import evaluate
 from fsdp_magic.engine.feeding import length, names_of, open_data
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.guards import Guards, Refusing
+from fsdp_magic.engine.likeness import refuse_unlike
 from fsdp_magic.engine.loop import StepLoop
 from fsdp_magic.engine.manual import ManualStep
 from fsdp_magic.engine.micro_step import CellRunner
@@ -98,6 +99,7 @@ class Preparation:
         self.notes += modeling.shard_forgotten(self._namespace, models=models, world=world)
         self._models = [model for model in models.values() if model.alive]
         trained, notes = find_trained(self._namespace, self._models, manual=spec.manual)
+        refuse_unlike(trained, self._models, world)
         self.notes += take_whole_from_rank_0(trained, world)
         self.notes += kept.restoration.complete()
         STEPS.train(trained.optimizers.values())

@@ -1,8 +1,9 @@
 """ENGINE: the one service thread of a rank.
 
 While a cell runs it looks every few milliseconds whether a peer gave the transports up, and if
-so breaks this rank's own, then stops the person's code if that did not. During a training run it
-also takes samples and publishes them. It exists before a memory limit is set: at the limit no
+so breaks this rank's own, then stops the person's code if that did not. When the kernel asks it
+says where the main thread is. During a training run it also takes samples and publishes them. It
+exists before a memory limit is set: at the limit no
 thread can start.
 """
 
@@ -14,8 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+from ipyparallel.datapub import publish_data
 
+from fsdp_magic.core.whereabouts import WHERE_KEY, WhereReport
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.whereabouts import LOCATOR
 from fsdp_magic.engine.world import World
 
 _WATCH_SECONDS = 0.02
@@ -40,6 +44,7 @@ class Service:
         self._idle = threading.Event()
         self._idle.set()
         self._tick: Tick | None = None
+        self._answered = 0
         self._thread = threading.Thread(target=self._serve, name="fsdp_magic", daemon=True)
         self._thread.start()
 
@@ -47,6 +52,7 @@ class Service:
     def watching(self, tick: Tick | None = None) -> Iterator[None]:
         """Watch over a cell, and call ``tick`` with the time some fifty times a second."""
         self._tick = tick
+        self._answered = self._world.page.question
         self._idle.clear()
         self._over.clear()
         self._busy.set()
@@ -77,6 +83,18 @@ class Service:
                     self._world.groups.disconnect()
                 elif now - released_at > _GRACE_SECONDS:
                     INTERRUPTS.release()
-            elif self._tick is not None:
-                with suppress(MemoryError):  # at the limit; the next tick finds room again
+                continue
+            with suppress(MemoryError):  # at the limit; the next tick finds room again
+                self._answer()
+                if self._tick is not None:
                     self._tick(now)
+
+    def _answer(self) -> None:
+        """Say where the main thread is if the kernel has asked since the last answer."""
+        question = self._world.page.question
+        if question == self._answered:
+            return
+        self._answered = question
+        where = LOCATOR.of_main_thread()
+        report = WhereReport(rank=self._world.rank, number=question, where=where)
+        publish_data({WHERE_KEY: report})

@@ -24,6 +24,7 @@ from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.restoration import Restoration
 from fsdp_magic.engine.service import Service, Tick
 from fsdp_magic.engine.snapshots import Snapshots
+from fsdp_magic.engine.whereabouts import LOCATOR
 from fsdp_magic.engine.world import World
 
 
@@ -94,6 +95,7 @@ class State:
     def enter(self, world: World) -> None:
         """Take a place in the world."""
         self._world = world
+        LOCATOR.enter(world)
         self._service = Service(world)
         self._randomness = TrainingRandomness(world.request.seed, world.rank)
         self._handle = FsdpInCells(world.rank, world.world_size)
@@ -135,7 +137,7 @@ class State:
                 events.failed(error)
                 if self.world.released and is_broken_transport(error):
                     # a peer let go first, and the collective that waited for it broke
-                    raise ReleasedByPeerError from None
+                    raise ReleasedByPeerError().with_traceback(error.__traceback__) from None
                 self.world.release()
                 raise
             finally:

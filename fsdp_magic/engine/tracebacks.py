@@ -68,11 +68,12 @@ def _last_line(error: BaseException) -> str:
 
 def _persons_frames(trace: TracebackType | None) -> str:
     """Return the frames of cells and of the person's own files, as text."""
-    frames = [frame for frame in traceback.extract_tb(trace) if _is_persons(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(trace) if is_persons(frame.filename)]
     return "".join(traceback.StackSummary.from_list(frames).format())
 
 
-def _is_persons(filename: str) -> bool:
+def is_persons(filename: str) -> bool:
+    """Return whether a file is of a cell, or one of the person's own."""
     if filename.startswith("<"):
         return filename.startswith(PREFIX)
     path = str(Path(filename).resolve())

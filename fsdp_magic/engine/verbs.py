@@ -99,7 +99,11 @@ def join(engine: Engine, request: JoinRequest) -> Reply:
 
 def run(engine: Engine, request: RunRequest) -> Reply:
     """Run a cell as ordinary Python; the report is its ``ResultReport``."""
-    with engine.cell(engine.names_of_cells(), code=request.code), INTERRUPTS.allowed():
+    with (
+        engine.world.groups.only(request.ranks),
+        engine.cell(engine.names_of_cells(), code=request.code),
+        INTERRUPTS.allowed(),
+    ):
         cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
         result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
     return Reply(rank=engine.world.rank, report=result)

@@ -11,6 +11,7 @@ import enum
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fsdp_magic.core.page import NUMBER_BITS, Ballot, Page
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
@@ -41,8 +42,19 @@ class Flag(enum.IntFlag):
     """This rank could not write its snapshot."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """For whom a rank waits in a vote, and since when (``time.monotonic``)."""
+
+    peer: int
+    since: float
+
+
 class Vote:
     """The votes of one generation of transports.
+
+    Attributes:
+        waiting: for whom it waits at this moment; for any thread to read.
 
     Args:
         page: the shared page.
@@ -57,6 +69,7 @@ class Vote:
         self._others: Sequence[int] = [peer for peer in range(world_size) if peer != rank]
         self._generation = generation
         self._number = 0
+        self.waiting: Waiting | None = None
 
     def take(self, flags: Flag = Flag.NONE, *, count: int = 0) -> tuple[Flag, int]:
         """Vote, and return what all ranks said together.
@@ -89,10 +102,13 @@ class Vote:
         ballot = self._page.ballot(peer, self._number)
         if ballot.number == self._number:
             return ballot
-        yielding_until = time.monotonic() + _YIELD_SECONDS
+        now = time.monotonic()
+        yielding_until = now + _YIELD_SECONDS
+        self.waiting = Waiting(peer, now)
         while True:
             ballot = self._page.ballot(peer, self._number)
             if ballot.number == self._number:
+                self.waiting = None
                 return ballot
             if self._page.released_generation >= self._generation:
                 # one that voted and failed after it has gone on: this rank must do so too

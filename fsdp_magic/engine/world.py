@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import JoinRequest
-from fsdp_magic.engine.groups import BACKEND, Groups
+from fsdp_magic.engine.groups import Groups
 from fsdp_magic.engine.parallel.torch_private import align_group_count
 from fsdp_magic.engine.randomness import seed_all
+from fsdp_magic.engine.swappable_group import BACKEND
 from fsdp_magic.engine.vote import Vote
 
 DATA_PARALLEL = "dp"
@@ -48,7 +49,7 @@ class World:
         os.environ.update(_torchrun_environment(request))
         self.device = _device(request)
         self.page = Page(_mapped_page(request))
-        self.groups = Groups(request.transport)
+        self.groups = Groups(request.transport, directory=Path(request.directory))
         store = FileStore(str(Path(request.directory, "rendezvous")), request.world_size)
         dist.init_process_group(
             BACKEND,

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
@@ -22,14 +24,17 @@ from fsdp_magic.notebook.cluster import Cluster
 from fsdp_magic.notebook.events import Answered, Died
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
-from fsdp_magic.notebook.outcomes import failure_of
+from fsdp_magic.notebook.outcomes import failure_of, waiting_at_the_end
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.rich_displays import DisplayNames
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Screen
 from fsdp_magic.notebook.snapshot_files import SnapshotFiles
+from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.notebook.torn_steps import Weights
+from fsdp_magic.notebook.waiting import WaitingWatch
 from fsdp_magic.notebook.world import WorldPlan
+from fsdp_magic.panels import waiting
 
 _QUICK_SECONDS = 30.0
 _GLANCE_SECONDS = 0.2
@@ -120,13 +125,16 @@ class Engines:
                 escalation=_Escalation(self, list(asked), run),
                 on_progress=None if run is None else run.add,
                 on_tick=on_tick,
+                watch=WaitingWatch(page=self.cluster.page, stacks=self._stacks()),
+                on_waiting=None if run is None else partial(setattr, run, "waiting"),
                 timeout=timeout,
             ).follow()
             if run is not None:
                 run.finish([reply.report for reply in outcome.replies.values() if reply.report])
             said = self._settle(outcome, output, timeout)
         if self._interruptions.count:
-            interrupted = CellInterrupted(f"interrupted\n{said}".rstrip())
+            lines = ["interrupted", *waiting_at_the_end(outcome.replies), *filter(None, [said])]
+            interrupted = CellInterrupted("\n".join(lines))
             interrupted.torn = said
             raise interrupted
         if self.cluster.lost is not None:
@@ -190,6 +198,12 @@ class Engines:
         }
         self._quick("join", requests)
 
+    def _stacks(self) -> Stacks:
+        """Return what asks engines for their stacks."""
+        hellos = self.cluster.hellos
+        pids = {rank: hellos[engine_id].pid for engine_id, rank in self._ranks.items()}
+        return Stacks(directory=Path(self.cluster.directory), pids=pids)
+
     def _settle(self, outcome: Outcome, output: Output, timeout: float | None) -> str:
         """Bring the ranks back into order after a failure, and raise what happened.
 
@@ -198,9 +212,10 @@ class Engines:
         """
         self._check_dead(outcome.dead)
         if outcome.stuck:
+            told = "" if outcome.waited is None else "\n" + waiting.text(outcome.waited)
             self.broken = FsdpError(
                 f"rank {ranks_text(outcome.stuck)} did not come out of the cell within 5 s; "
-                "type %fsdp_restart for fresh engines"
+                f"type %fsdp_restart for fresh engines{told}"
             )
             raise self.broken
         said = ""
@@ -208,7 +223,12 @@ class Engines:
             reports = self._recover()
             said = self.weights.judge(reports, self._restore)
         if outcome.failed and not self._interruptions.count:
-            error = failure_of(outcome.replies, output, timeout if outcome.timed_out else None)
+            error = failure_of(
+                outcome.replies,
+                output,
+                timeout=timeout if outcome.timed_out else None,
+                deserted=outcome.waited if outcome.deserted else None,
+            )
             error.is_torn = self.weights.torn_now
             if said:
                 error.add_line(said)

@@ -12,6 +12,7 @@ import ipyparallel
 from fsdp_magic.core.cell_output import PRINTED_KEY, PrintedReport
 from fsdp_magic.core.protocol import PROGRESS_KEY, Reply
 from fsdp_magic.core.telemetry import ProgressReport
+from fsdp_magic.core.whereabouts import WHERE_KEY, WhereReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,14 @@ class Progressed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """An engine said where it is."""
+
+    engine_id: int
+    report: WhereReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """An engine answered, and everything it printed before has arrived."""
 
@@ -73,7 +82,7 @@ class Died:
     exit_code: int | None
 
 
-Event = Printed | Displayed | Cleared | Progressed | Answered | Died
+Event = Printed | Displayed | Cleared | Progressed | Located | Answered | Died
 
 
 class Events(queue.Queue[Event]):
@@ -104,6 +113,9 @@ def event_of(engine_id: int, message: Mapping[str, Any]) -> Event | None:
         case "data_message" if PROGRESS_KEY in content["keys"]:
             data, _ = ipyparallel.serialize.deserialize_object(message["buffers"])
             return Progressed(engine_id=engine_id, report=data[PROGRESS_KEY])
+        case "data_message" if WHERE_KEY in content["keys"]:
+            data, _ = ipyparallel.serialize.deserialize_object(message["buffers"])
+            return Located(engine_id=engine_id, report=data[WHERE_KEY])
     return None
 
 

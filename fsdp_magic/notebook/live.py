@@ -20,7 +20,6 @@ from ipyparallel.error import RemoteError
 
 from fsdp_magic.core.protocol import Reply
 from fsdp_magic.core.telemetry import ProgressReport
-from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.events import (
     Answered,
     Cleared,
@@ -28,19 +27,21 @@ from fsdp_magic.notebook.events import (
     Displayed,
     Event,
     Events,
+    Located,
     Printed,
     Progressed,
 )
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.notebook.rich_displays import Shown
+from fsdp_magic.notebook.waiting import WaitingWatch
+from fsdp_magic.panels import waiting as waiting_panel
+from fsdp_magic.panels.waiting import WaitingView
 
 _TICK_SECONDS = 0.05
 _EVENTS_PER_TICK = 500
 _FORCE_AGAIN_SECONDS = 1.0
 _STUCK_SECONDS = 5.0
 """How long ranks may take to come out after one of them failed."""
-_LEFT_BEHIND_SECONDS = 5.0
-"""How long some ranks may be in a cell that others have left before a person is told."""
 
 
 class Escalation(Protocol):
@@ -62,12 +63,16 @@ class Outcome:
         timed_out: whether it took longer than allowed.
         dead: ranks whose engine ended.
         stuck: ranks that did not come out in time.
+        waited: where the ranks were when they last waited for each other; None: they never did.
+        deserted: whether they were stopped because they waited for ranks that had left.
     """
 
     replies: dict[int, Reply] = field(default_factory=dict)
     timed_out: bool = False
     dead: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
+    waited: WaitingView | None = None
+    deserted: bool = False
 
     @property
     def failed(self) -> bool:
@@ -85,8 +90,6 @@ class _Deadlines:
     give_up_at: float = float("inf")
     handled: int = 0
     """Interrupts that were answered."""
-    left_behind_at: float | None = float("inf")
-    """When to say that some ranks have left the cell and others have not; None: it was said."""
 
     def give_up_by(self, moment: float) -> None:
         self.give_up_at = min(self.give_up_at, moment)
@@ -104,6 +107,8 @@ class Follower:
         escalation: what an interrupt does.
         on_progress: called with every progress report.
         on_tick: called some twenty times a second, for panels.
+        watch: finds out whether ranks wait for each other; None: nobody is told.
+        on_waiting: shows where they are, or that they go on (None); without one it is printed.
         timeout: seconds the request may take; None: any time.
     """
 
@@ -114,6 +119,8 @@ class Follower:
     escalation: Escalation
     on_progress: Callable[[ProgressReport], None] | None = None
     on_tick: Callable[[], None] | None = None
+    watch: WaitingWatch | None = None
+    on_waiting: Callable[[WaitingView | None], None] | None = None
     timeout: float | None = None
 
     def follow(self) -> Outcome:
@@ -127,7 +134,7 @@ class Follower:
             if self.on_tick is not None:
                 self.on_tick()
             self._press(outcome, deadlines, now)
-            self._tell_left_behind(outcome, waiting, deadlines, now)
+            self._look(outcome, waiting, deadlines, now)
             if now > deadlines.give_up_at:
                 outcome.stuck = tuple(sorted(waiting))
                 break
@@ -150,25 +157,23 @@ class Follower:
         if outcome.failed:
             deadlines.give_up_by(now + _STUCK_SECONDS)
 
-    def _tell_left_behind(
-        self, outcome: Outcome, waiting: set[int], deadlines: _Deadlines, now: float
-    ) -> None:
-        """Say once that some ranks are still in a cell that others have left.
+    def _look(self, outcome: Outcome, waiting: set[int], deadlines: _Deadlines, now: float) -> None:
+        """Show where ranks are that wait for each other; stop them if nobody can come any more.
 
-        They may wait for those others for ever: the forward of a sharded model under
-        ``if rank == 0:`` is how most people meet that.
+        The forward of a sharded model under ``if rank == 0:`` is how most people meet that.
         """
-        if not outcome.replies or not waiting or outcome.failed:
+        if self.watch is None or not waiting or outcome.failed:
             return
-        if deadlines.left_behind_at == float("inf"):
-            deadlines.left_behind_at = now + _LEFT_BEHIND_SECONDS
-        elif deadlines.left_behind_at is not None and now >= deadlines.left_behind_at:
-            deadlines.left_behind_at = None
-            inside, outside = ranks_text(tuple(waiting)), ranks_text(tuple(outcome.replies))
-            self.output.note(
-                f"rank {inside} is still in the cell, which rank {outside} has left; if it waits "
-                "for the others (a sharded model's forward needs every rank), press stop"
-            )
+        if deadlines.give_up_at < float("inf"):  # they are being forced out
+            return
+        view = self.watch.look(now, inside=waiting, left=set(outcome.replies))
+        if self.watch.deserted(view):
+            outcome.waited, outcome.deserted, deadlines.force_at = view, True, now
+        elif self.on_waiting is not None:
+            self.on_waiting(view)
+        elif view is not None and (outcome.waited is None or not view.is_like(outcome.waited)):
+            self.output.note(waiting_panel.text(view))
+        outcome.waited = view or outcome.waited
 
     def _take(self, outcome: Outcome, waiting: set[int]) -> None:
         """Take the events that are there, waiting a moment for the first.
@@ -196,6 +201,11 @@ class Follower:
             case Progressed():
                 if self.on_progress is not None:
                     self.on_progress(event.report)
+                if self.watch is not None and event.report.records.losses:
+                    self.watch.moved(time.monotonic())
+            case Located():
+                if self.watch is not None:
+                    self.watch.take(event.report, time.monotonic())
             case Answered(reply=Reply() as reply):
                 outcome.replies[rank] = reply
                 waiting.discard(rank)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsdp_magic.core.cell_output import CellOutput
-from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError
+from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError, RanksDivergedError
 from fsdp_magic.core.protocol import Failure, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.panels import errors as error_panel
+from fsdp_magic.panels import waiting
+from fsdp_magic.panels.waiting import WaitingView
 
 
 def outputs(
@@ -38,23 +40,60 @@ def outputs(
 
 
 def failure_of(
-    replies: Mapping[int, Reply], output: Output, timeout: float | None
+    replies: Mapping[int, Reply],
+    output: Output,
+    *,
+    timeout: float | None = None,
+    deserted: WaitingView | None = None,
 ) -> CellFailedError:
-    """Return the exception that tells why a cell failed."""
+    """Return the exception that tells why a cell failed.
+
+    Args:
+        replies: by rank.
+        output: what the ranks printed.
+        timeout: seconds after which it was stopped; None: it was not.
+        deserted: where the ranks were, if it was stopped because some waited for ranks that had
+            left.
+    """
     failures = {r: reply.failure for r, reply in replies.items() if reply.failure is not None}
     own = {r: f for r, f in failures.items() if f.kind != "released"} or failures
     released = tuple(sorted(set(failures) - set(own)))
-    text = _refusal(own, everywhere=len(own) == len(replies))
+    diverged = waiting.diverged(failures)
+    text = diverged or _refusal(own, everywhere=len(own) == len(replies))
     lines = text.splitlines()
     if not text:
         text = error_panel.text(own, released=released)
         lines = error_panel.coloured(own, released=released)
+    if deserted is not None and not diverged:
+        text = waiting.deserted(deserted)
+        lines = text.splitlines()
     if timeout is not None:
         stopped = f"the cell was stopped after {timeout:g} s (--timeout)"
-        text, lines = f"{stopped}\n{text}", [stopped, *lines]
+        if all(failure.kind in ("interrupted", "released") for failure in own.values()):
+            lines = waiting.text(_places(replies)).splitlines()
+        lines = [stopped, *lines]
+        text = "\n".join(lines)
     full = any(failure.kind == "out_of_memory" for failure in own.values())
     kind = OutOfMemoryOnRankError if full else CellFailedError
+    kind = RanksDivergedError if diverged else kind
     return kind(text, exceptions=own, outputs=outputs(replies, output), rendered=lines)
+
+
+def waiting_at_the_end(replies: Mapping[int, Reply]) -> list[str]:
+    """Return where the ranks of an interrupted cell were, if any waited for another."""
+    view = _places(replies)
+    waited = any(where is not None and where.missing for where in view.places.values())
+    return waiting.text(view).splitlines() if waited else []
+
+
+def _places(replies: Mapping[int, Reply]) -> WaitingView:
+    """Return where the ranks were when they were stopped; those that finished have left."""
+    places = {}
+    for rank, reply in sorted(replies.items()):
+        failure = reply.failure
+        if failure is None or failure.where is not None:
+            places[rank] = None if failure is None else failure.where
+    return WaitingView(places=places)
 
 
 def _refusal(failures: Mapping[int, Failure], *, everywhere: bool) -> str:

@@ -19,6 +19,7 @@ from fsdp_magic.core.telemetry import (
 )
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.rank_progress import RankProgress
+from fsdp_magic.panels.waiting import WaitingView
 
 
 class Run:
@@ -38,6 +39,7 @@ class Run:
         non_finite_steps: the first steps whose loss was not finite.
         notes: sentences a person should read.
         message: why it failed, in one line.
+        waiting: where the ranks are while they wait for each other; None: they move.
         last_frame: the panel that stays, as HTML and as text; None while it runs.
     """
 
@@ -54,6 +56,7 @@ class Run:
         self.notes: list[str] = []
         self.message = ""
         self.last_frame: tuple[str, str] | None = None
+        self.waiting: WaitingView | None = None
         self.first_step = 0
         self.began = False
         self.epochs_ended = 0

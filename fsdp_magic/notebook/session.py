@@ -71,7 +71,7 @@ class Session(Inspection):
         if spec.ranks is not None:
             chosen = parse_ranks(spec.ranks, world_size=self.world_size)
         screen = _screen(show)
-        request = RunRequest(code=code, name=name or self._name("fsdp"))
+        request = RunRequest(code=code, name=name or self._name("fsdp"), ranks=chosen)
         replies, output = self.engines.ask(
             "run", dict.fromkeys(chosen, request), screen=screen, timeout=spec.timeout
         )

@@ -145,6 +145,7 @@ class TrainingPanel:
                 for number, rank in enumerate(run.ranks)
             ),
             stamp=display.stamp(),
+            waiting=run.waiting if run.state in ("starting", "running") else None,
             message=run.message,
             binds_metrics=self._binds_metrics,
             metrics=run.newest_metrics,

@@ -20,6 +20,7 @@ WHAT_HAPPENED: dict[FailureKind, str] = {
     "released": "released, because a peer failed",
     "out_of_memory": "out of memory",
     "usage": "refused the cell before it ran",
+    "diverged": "did something else than the others",
 }
 _MOST_PLACES, _MOST_MESSAGES = 4, 8
 _BOLD, _NORMAL = "\x1b[1m", "\x1b[0m"

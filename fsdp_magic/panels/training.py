@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fsdp_magic.core.telemetry import RunState
 from fsdp_magic.core.units import UNKNOWN, count_text, seconds_text
-from fsdp_magic.panels import evaluation, loss_chart, rank_memory
+from fsdp_magic.panels import evaluation, loss_chart, rank_memory, waiting
 from fsdp_magic.panels.figures import Figure, figures_html, figures_text, loss_figure
 from fsdp_magic.panels.gauges import Gauge
 from fsdp_magic.panels.loss_chart import LossChart
@@ -55,6 +55,7 @@ def html(view: TrainingView) -> str:
         + loss_chart.html(_chart(view), as_image=view.is_last)
         + rank_memory.html(_gauges(view), at_peak=view.is_last)
         + notes_html(view.notes)
+        + ("" if view.waiting is None else waiting.html(view.waiting))
     )
     return card(content, label=f"Training run: {STATES[view.state][1]}")
 
@@ -73,6 +74,7 @@ def text(view: TrainingView) -> str:
             loss_chart.text(_chart(view)),
             *rank_memory.text(_gauges(view), at_peak=view.is_last),
             *notes_text(view.notes),
+            *([] if view.waiting is None else [waiting.text(view.waiting)]),
         ]
     )
 

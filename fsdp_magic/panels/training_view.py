@@ -9,6 +9,7 @@ from fsdp_magic.core.telemetry import DeviceSample, EvaluationRecord, MemorySamp
 from fsdp_magic.panels.gauges import UNKNOWN_ACTIVITY
 from fsdp_magic.panels.loss_history import LossHistory
 from fsdp_magic.panels.parts import percent_text
+from fsdp_magic.panels.waiting import WaitingView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class TrainingView:
         stamp: when the frame was made, as text.
         message: one line, such as why the run failed.
         notes: sentences beneath.
+        waiting: where the ranks are while they wait for each other; None: they move.
         binds_metrics: whether the cell is expected to bind metrics: their place is kept.
         metrics: newest values, by name.
         evaluates: whether the run makes evaluations.
@@ -77,6 +79,7 @@ class TrainingView:
     first_step: int = 0
     message: str = ""
     notes: tuple[str, ...] = ()
+    waiting: WaitingView | None = None
     binds_metrics: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluates: bool = False

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fsdp_magic.errors import CellFailedError
-from fsdp_magic.notebook import live
 from fsdp_magic.notebook.session import Session
 
 
@@ -294,19 +293,6 @@ def test_the_client_keeps_nothing_of_our_cells(session: Session) -> None:
     assert len(client.history) == before
     assert not client.results
     assert len(client.metadata) <= 2
-
-
-def test_a_rank_that_is_left_behind_is_named(
-    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The forward of a sharded model under ``if rank == 0:``, which would wait for ever."""
-    monkeypatch.setattr(live, "_LEFT_BEHIND_SECONDS", 0.5)
-    session.model("import torch\nmodel = torch.nn.Linear(4, 4)", show=False)
-    with pytest.raises(CellFailedError):
-        session.run("if rank == 0:\n    model(torch.ones(1, 4))", timeout=1.5)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rank 0 is still in the cell, which rank 1 has left; if it waits")
-    assert session.pull("model.weight").shape == (4, 4)
 
 
 # ---------------------------------------------------------------- text that is no UTF-8

@@ -30,10 +30,12 @@ from panel_records import (
 
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.units import GIB
+from fsdp_magic.core.whereabouts import Whereabouts
 from fsdp_magic.panels import errors, evaluation, mosaic, status, training
 from fsdp_magic.panels.gauges import PARTS
 from fsdp_magic.panels.loss_history import LossHistory
 from fsdp_magic.panels.parts import plain
+from fsdp_magic.panels.waiting import WaitingView
 
 # ---------------------------------------------------------------- hostile values
 
@@ -57,6 +59,8 @@ def _panels(bad: str) -> dict[str, tuple[str, str]]:
     ranks = (gpu_rank(0, bad), gpu_rank(1, bad + "2"))
     texts: dict[str, Any] = {"message": bad, "notes": (bad,), "stamp": bad, "metrics": {bad: 1.0}}
     newest = evaluation_record(metrics={bad: 0.5})
+    where = Whereabouts(line=1, source=bad, inner=bad, doing=bad, missing=(1,), seconds=9.0)
+    texts["waiting"] = WaitingView(places={0: where, 1: None}, hint=bad)
     frame = view(ranks=ranks, evaluates=True, evaluation=newest, **texts)
     last = view("failed", ranks=(ranks[0], ranks[0]), **texts)
     model = Placement(

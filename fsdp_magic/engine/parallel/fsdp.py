@@ -132,7 +132,8 @@ def _prepare(model: ShardedModel) -> None:
 
     Collective: every rank must call this.
     """
-    for _, unit in torch_private.units(model.module):
+    for name, unit in torch_private.units(model.module):
+        torch_private.name_in_collectives(unit, f"{model.name}.{name}" if name else model.name)
         torch_private.count_missing_as_zero(unit, model.used)
         torch_private.reduce_what_came_late(unit)
         unit.unshard()  # what is gathered first in inference mode could never train

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_magic.engine.collectives import UNITS
+
 
 def units(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield each FSDP unit of a model: its dotted name and the module."""
@@ -30,6 +32,13 @@ def groups_of(state: Any) -> list[Any]:
         single = getattr(state, "_fsdp_param_group", None)
         groups = [] if single is None else [single]
     return list(groups)
+
+
+def name_in_collectives(unit: Any, name: str) -> None:
+    """Let the collectives of a unit, its gathering and its reduction, carry its name."""
+    for group in parameter_groups(unit):
+        group.unshard = UNITS.naming(name, group.unshard)
+        group.post_backward = UNITS.naming(name, group.post_backward)
 
 
 def unsharded_parameters(model: nn.Module) -> Iterator[torch.Tensor]:

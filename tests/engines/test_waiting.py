@@ -1,0 +1,200 @@
+"""A rank waits and another never comes: where each is, live, at a timeout, at an interrupt."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from test_interrupts import check_usable, interrupted_after
+
+from fsdp_magic.errors import CellFailedError, CellInterrupted
+from fsdp_magic.notebook import training as training_of
+from fsdp_magic.notebook import waiting
+from fsdp_magic.notebook.session import Session
+
+SETUP = "import re, time, torch, torch.distributed as dist"
+MODEL = """
+import time, torch, torch.distributed as dist
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+TIMED_OUT = "the cell was stopped after {} s (--timeout)"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(waiting, "_SILENT_SECONDS", 0.6)
+
+
+def rows(text: str) -> list[str]:
+    """Return lines with single spaces, and without the times."""
+    return [re.sub(r" \d\d:\d\d$", "", " ".join(line.split())) for line in text.splitlines()]
+
+
+def test_an_endless_loop_is_told_live_and_at_the_timeout(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run(SETUP, show=False)
+    capsys.readouterr()
+    with pytest.raises(CellFailedError) as caught:
+        session.run("if rank == 0:\n    while True: pass\ndist.barrier()", timeout=0.9)
+    table = [
+        "0 2: while True: pass computes",
+        "1 3: dist.barrier() calls barrier, waits for rank 0",
+    ]
+    assert rows(str(caught.value)) == [TIMED_OUT.format(0.9), rows(str(caught.value))[1], *table]
+    head, *told, hint = rows(capsys.readouterr().err)
+    assert (head, told) == ("rank line of the cell what it does since", table)
+    assert hint == "it goes on when the others come; press stop to end it"
+    check_usable(session)
+
+
+def test_a_rank_that_waits_for_one_that_has_left_is_ended(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The forward of a sharded model under ``if rank == 0:``, which would wait for ever."""
+    session.model(MODEL, show=False)
+    capsys.readouterr()
+    with pytest.raises(CellFailedError) as caught:
+        session.run("if rank == 0:\n    model(torch.ones(1, 4))")
+    assert str(caught.value).startswith(
+        "rank 0 gathers `model` (line 2 of the cell: model(torch.ones(1, 4))), and rank 1 has "
+        "left the cell and will never come; what needs every rank"
+    )
+    assert capsys.readouterr().err == ""
+    assert session.pull("model.weight").shape == (4, 4)
+
+
+def test_a_rank_that_works_while_others_have_left_or_all_work_is_left_alone(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run(SETUP, show=False)
+    session.run("if rank == 0: time.sleep(0.8)")
+    session.run("time.sleep(0.8)")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_in_a_training_step_is_shown_in_the_panel_and_the_run_goes_on(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[list[str]] = []
+    frame = training_of.TrainingPanel._frame
+
+    def drawn(panel: training_of.TrainingPanel) -> tuple[str, str]:
+        html, text = frame(panel)
+        shown.append(rows(text))
+        return html, text
+
+    monkeypatch.setattr(training_of.TrainingPanel, "_frame", drawn)
+    monkeypatch.setattr(training_of, "_FRAME_SECONDS", 0.1)
+    session.model(MODEL, show=False)
+    cell = """if rank == 0 and step == 1:
+    time.sleep(1.2)
+loss = model(torch.ones(2, 4)).sum()
+if rank == 1 and step == 2:
+    time.sleep(1.2)
+"""
+    run = session.train(cell, steps=4)
+    assert (run.state, run.steps) == ("done", 4)
+    told = [line for lines in shown for line in lines]
+    assert "0 2: time.sleep(1.2) computes" in told
+    assert "1 3: loss = model(torch.ones(2, 4)).sum() gathers `model`, waits for rank 0" in told
+    assert "0 backward reduces the gradients of `model`, waits for rank 1" in told
+    assert not any("waits for rank" in line for line in shown[-1])
+
+
+def test_votes_and_the_data_are_named(session: Session) -> None:
+    session.model(MODEL, show=False)
+    slow = """
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 32
+    def __getitem__(self, index):
+        if rank == 0 and index > 8: time.sleep(30)
+        return torch.ones(4)
+data = torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=0)
+frozen = torch.nn.Linear(4, 1).requires_grad_(False)
+"""
+    session.run(slow, show=False)
+    with pytest.raises(CellFailedError) as caught:
+        session.train("loss = model(batch).sum()", data="data", steps=8, timeout=0.6, show=False)
+    assert "waits for rank 0" in rows(str(caught.value))[3]
+    assert "is at the start of a step" in rows(str(caught.value))[3]
+    with pytest.raises(CellFailedError) as caught:
+        session.eval(
+            "if rank == 1: time.sleep(30)\nloss = model(batch).sum()",
+            data="[torch.ones(4)] * 8",
+            timeout=0.6,
+            show=False,
+        )
+    assert rows(str(caught.value))[0] == TIMED_OUT.format(0.6)
+    assert "1 1: if rank == 1: time.sleep(30) computes" in rows(str(caught.value))
+
+
+def test_an_interrupted_cell_says_where_its_ranks_waited(session: Session) -> None:
+    session.run(SETUP, show=False)
+    with interrupted_after(0.3), pytest.raises(CellInterrupted) as caught:
+        session.run("if rank == 0:\n    dist.recv(torch.ones(1), 1)\ndist.barrier()", show=False)
+    told = rows(str(caught.value))
+    assert told[0] == "interrupted"
+    assert told[2:] == [
+        "0 2: dist.recv(torch.ones(1), 1) calls recv",
+        "1 3: dist.barrier() calls barrier, waits for rank 0",
+    ]
+    with interrupted_after(0.2), pytest.raises(CellInterrupted) as caught:
+        session.run("time.sleep(10)", show=False)
+    assert str(caught.value) == "interrupted"
+    check_usable(session)
+
+
+@contextmanager
+def standing_still(pid: int, seconds: float) -> Iterator[None]:
+    """Stop a process for a while, soon."""
+    timers = [
+        threading.Timer(0.2, os.kill, (pid, signal.SIGSTOP)),
+        threading.Timer(0.2 + seconds, os.kill, (pid, signal.SIGCONT)),
+    ]
+    for timer in timers:
+        timer.start()
+    yield
+    for timer in timers:
+        timer.join()
+
+
+def test_an_engine_that_stands_still_is_told_and_goes_on(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F39: swapped out, or held by a debugger."""
+    session.run(SETUP, show=False)
+    pid = session.status(show=False)[1].pid
+    capsys.readouterr()
+    code = "for turn in range(10):\n    time.sleep(0.05)\n    dist.barrier()"
+    with standing_still(pid, 1.5):
+        session.run(code, timeout=20)
+    told = rows(capsys.readouterr().err)
+    assert "0 3: dist.barrier() calls barrier, waits for rank 1" in told
+    assert any(line[0] == "1" and waiting.SILENT[0] in line for line in told)
+    check_usable(session)
+
+
+def test_c_code_that_holds_the_interpreter_is_told_with_its_line(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run(SETUP, show=False)
+    capsys.readouterr()
+    code = """def search(): re.match("(a+)+b", "a" * 24)
+if rank == 0:
+    while time.monotonic() < until: search()
+dist.barrier()
+"""
+    session.run("until = time.monotonic() + 2; import sys; sys.setswitchinterval(10)", show=False)
+    session.run(code, timeout=20)
+    session.run("sys.setswitchinterval(0.005)", show=False)
+    assert f"0 1 {waiting.SILENT[1]}" in rows(capsys.readouterr().err)
+    check_usable(session)
