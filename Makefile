@@ -44,6 +44,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/panels.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/recovery.py
 
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -m nightly
