@@ -202,10 +202,18 @@ data, held = {data}, Samples(7)
 """
 
 
-def train(session: Session, case: Case, steps: int, *, timeout: float | None = None) -> Run:
-    """Train some steps, as the case's program says."""
+def train(
+    session: Session,
+    case: Case,
+    steps: int,
+    *,
+    program: Program | None = None,
+    timeout: float | None = None,
+) -> Run:
+    """Train some steps, as the case's program says, or another."""
+    program = program or case.program
     options: dict[str, Any] = {}
-    if case.program.workers is None:
+    if program.workers is None:
         options["micro_batch_size"] = 2
     if case.place == "evaluation":
         options |= {"eval_every": 2, "eval_data": "held"}
@@ -213,8 +221,8 @@ def train(session: Session, case: Case, steps: int, *, timeout: float | None = N
         TRAIN,
         data="data",
         steps=steps,
-        accumulate=case.program.accumulate,
-        max_grad_norm=case.program.max_grad_norm,
+        accumulate=program.accumulate,
+        max_grad_norm=program.max_grad_norm,
         after_step="after",
         timeout=timeout,
         show=False,

@@ -6,9 +6,6 @@ case: ``python tests/chaos/run.py --seed S`` does it again. ``make nightly`` doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from cases import Kind, draw
 from run import do
@@ -17,15 +14,6 @@ from world import growth
 
 LIVE, IN_ONE_TEST = range(160), 10
 WORLDS, WORLDS_IN_ONE_TEST = range(20), 4
-
-
-@pytest.fixture(scope="module")
-def stage(test_run: str, kept_sessions: list[Any]) -> Iterator[Stage]:
-    stage = Stage()
-    kept_sessions.append(stage)
-    yield stage
-    kept_sessions.remove(stage)
-    stage.close()
 
 
 def check(stage: Stage, seeds: range, kind: Kind) -> None:
