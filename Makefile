@@ -2,6 +2,7 @@
 # make test   environment, linters, types, tests
 # make lab    JupyterLab on the quickstart; LAB_ARGS="--no-browser --allow-root" for its options
 # make bench  the benchmarks, one JSON line each; run them on an idle machine
+# make nightly  what takes too long for every commit: 1,000 cases of chaos, whole products
 # make picture  the README's picture, from the quickstart in JupyterLab; needs Chromium
 # make compatibility  a short notebook under other versions of IPython and ipykernel
 
@@ -10,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lab bench picture compatibility clean
+.PHONY: install demo test lab bench nightly picture compatibility clean
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -43,6 +44,11 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/panels.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/recovery.py
+
+nightly: $(INSTALLED)
+	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python tests/chaos/run.py --cases 1000 --result benchmarks/results/chaos.json $(CHAOS_ARGS)
 
 picture: $(INSTALLED)
 	$(BIN)/python tests/browser/picture.py notebooks/quickstart.png

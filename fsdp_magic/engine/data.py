@@ -27,7 +27,7 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.agreement import Agreement
 from fsdp_magic.engine.batches import sample_count, to_device
 from fsdp_magic.engine.cut import Cut
-from fsdp_magic.engine.position import Position
+from fsdp_magic.engine.position import Mark, Position
 from fsdp_magic.engine.track import Track
 
 CountLabels = Callable[[Any], int | None]
@@ -146,6 +146,8 @@ class Data:
         self._device = device
         self._count_labels = count_labels
         self._goes_round = goes_round
+        self._position = position
+        self._before: Mark | None = None
         tracks = [Track(each, cut=cut, cursor=position.cursor(each)) for each in sources]
         self._tracks = [_Paced(track, agreement) for track in tracks]
         self.accumulate = _same_accumulation(tracks)
@@ -174,6 +176,7 @@ class Data:
 
         Collective: every rank must call this.
         """
+        self._before = self._position.mark()
         parts = self._round() if self._goes_round else self._together()
         if parts is None:
             return None
@@ -191,6 +194,15 @@ class Data:
         """Count the step that was taken last; without this its batches come again."""
         for paced in self._tracks:
             paced.commit()
+        self._before = None
+
+    def undo(self) -> None:
+        """Take back that batches were taken, also where that began a new epoch; ends the run.
+
+        A rank that failed right after its step has not begun the epoch that its peers have.
+        """
+        if self._before is not None:
+            self._position.back(self._before)
 
     def close(self) -> None:
         """End the worker processes of this run; the position stays."""

@@ -101,7 +101,7 @@ class StepLoop:
         for step in itertools.count(first_step):
             # ranks whose data differs in length must still take the same number of steps
             over = total_steps is not None and step == first_step + total_steps
-            with self.undo.unless_kept():
+            with self.undo.unless_kept(), self._batches_come_again():
                 batches = None if over else self._take()
                 turned = not over and (batches is None or batches.epoch != self.epoch)
                 turned = turned and not turned_already
@@ -119,6 +119,16 @@ class StepLoop:
                 self.aftermath.after_epoch(step)
             if self.snapshots is not None:
                 self.snapshots.after_step(step + 1, epoch=self.epoch)
+
+    @contextmanager
+    def _batches_come_again(self) -> Iterator[None]:
+        """Put the data back to where the step began if it fails."""
+        try:
+            yield
+        except BaseException:
+            if self.data is not None:
+                self.data.undo()
+            raise
 
     def _take(self) -> StepBatches | None:
         if self.data is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from coverings import pairwise
 from equality import (
     ADAMW,
     GPT2,
@@ -37,10 +38,7 @@ def case_of(model: str, **options: object) -> Case:
     return Case(model=code, cell=cell, **options)
 
 
-@pytest.mark.parametrize("engines", ENGINES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(engines=ENGINES, strategy=STRATEGIES, accumulate=[1, 4], model=MODELS)
 def test_training_equals_one_process(world, engines, strategy, accumulate, model):
     case = case_of(model)
     measured = on_engines(world(engines), case, accumulate=accumulate, strategy=strategy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from coverings import pairwise
 from equality import assert_equal
 from programs import Program, in_one_process, on_engines, trained
 
@@ -67,9 +68,7 @@ with torch.no_grad():
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("aim", TARGETS)
+@pairwise(aim=TARGETS, strategy=STRATEGIES, accumulate=[1, 2])
 def test_a_target_updated_in_place_is_used_as_updated(session, aim, strategy, accumulate):
     """pytorch forums' moving averages: evaluated, updated, evaluated again in one cell."""
     later = TARGETS[aim].replace("aim", "later")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from coverings import pairwise
 from loops import check_equal, norm_of
 
 from fsdp_magic.errors import CellFailedError, UsageError
@@ -78,10 +79,9 @@ def over_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 CUTS = [(2, 1), (2, 4), (1, 2), (4, 2)]
 
 
-@pytest.mark.parametrize(("engines", "accumulate"), CUTS)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("way", ["loss_weight", "--loss tokens"])
-def test_a_mean_over_tokens_is_that_of_one_big_batch(world, engines, accumulate, strategy, way):
+@pairwise(cut=CUTS, strategy=["full_shard", "shard_grad_op"], way=["loss_weight", "--loss tokens"])
+def test_a_mean_over_tokens_is_that_of_one_big_batch(world, cut, strategy, way):
+    engines, accumulate = cut
     cell = WEIGHTED if way == "loss_weight" else MEAN
     check_equal(
         world(engines),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from coverings import pairwise
 from equality import assert_equal
 from programs import Program, in_one_process, on_engines
 
@@ -115,9 +116,7 @@ def program_of(cell: str) -> Program:
     return Program(built=BUILT, cell="x, y = batch" + CELLS[cell])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("cell", CELLS)
+@pairwise(cell=CELLS, strategy=STRATEGIES, accumulate=[1, 2])
 def test_methods_and_parts_train_as_in_one_process(session, cell, strategy, accumulate):
     program = program_of(cell)
     measured = on_engines(session, program, strategy=strategy, accumulate=accumulate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from coverings import pairwise
 from equality import assert_equal
 from programs import Program, in_one_process, on_engines, trained
 
@@ -84,9 +85,7 @@ def trained_with(session: Session, program: Program, optimizer: str, place: str)
     return trained(session, program)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pairwise(name=OPTIMIZERS, foreach=[True, False], place=PLACES)
 def test_an_optimizer_equals_one_process(session, name, foreach, place):
     optimizer = made(name, foreach)
     program = Program(built=NET + optimizer, cell=CELL)

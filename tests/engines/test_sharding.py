@@ -5,6 +5,7 @@ from __future__ import annotations
 import equality
 import pytest
 import torch
+from coverings import pairwise
 from equality import assert_equal
 from programs import Program, in_one_process, on_engines
 
@@ -99,10 +100,7 @@ CHOICES = {
 # -- what a rank does not use
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, choice=CHOICES, strategy=STRATEGIES, accumulate=[1, 2])
 def test_parts_used_on_one_rank_only_train_as_in_one_process(
     session, model, choice, strategy, accumulate
 ):

@@ -455,7 +455,7 @@ def test_watching_a_run_does_not_disturb_it(session):
         show=False,
     )
     try:
-        run = session.train(CASE.cell, steps=80, **OPTIONS)
+        run = session.train(CASE.cell, steps=40, **OPTIONS)
     finally:
         session.run(
             "training._PUBLISH_SECONDS, training._SAMPLE_SECONDS = 0.4, 0.1\n"
@@ -463,7 +463,7 @@ def test_watching_a_run_does_not_disturb_it(session):
             show=False,
         )
     assert run.state == "done"
-    assert run.steps == 80
+    assert run.steps == 40
 
 
 def test_memory_is_told_by_its_parts(session):

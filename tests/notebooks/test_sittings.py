@@ -139,6 +139,37 @@ def test_two_notebooks_do_not_meet_and_an_error_ends_one_with_our_line(sitting: 
     sitting.do(all_of(sitting.first, NOTEBOOK[2:5]))
 
 
+async def interrupted_training(first: Kernel, home: str) -> list[Shown]:
+    """Interrupt a training cell with another queued behind it; then finish its run."""
+    await all_of(first, (*NOTEBOOK[:3], "import os; before = 1"))
+    marker = Path(home, "begun")
+    training, queued = first.submit(SLOW.format(marker=str(marker))), first.submit("before = 2")
+    while not marker.exists():
+        await asyncio.sleep(0.02)
+    await first.interrupt()
+    shown = [await first.shown(request) for request in (training, queued)]
+    cells = ("print(before, run.state, run.steps < 200)", SLOW.format(marker="").replace("200", "4"))
+    return [*shown, *[await first.run(cell) for cell in cells]]
+
+
+SLOW = """%%fsdp_train --data data --micro-batch-size 4 --steps 200 -o run
+loss = ((model(batch[0]) - batch[1]) ** 2).mean()
+time.sleep(0.01)
+if {marker!r}: open({marker!r}, "w").close()
+"""
+
+
+def test_a_cell_queued_behind_an_interrupted_run_does_not_run(sitting: Any) -> None:
+    first, queued, state, again = sitting.do(
+        interrupted_training(sitting.first, sitting.homes[0])
+    )
+    assert 'aria-label="Training run: Stopped"' in first.html[-1]
+    assert first.error is not None
+    assert queued.status in ("error", "aborted")
+    assert state.text == "1 stopped True\n"
+    assert again.error is None
+
+
 def test_px_works_from_its_first_use_and_on_fresh_engines(sitting: Any) -> None:
     sitting.do(all_of(sitting.first, (INIT,)))
     for _ in range(2):
