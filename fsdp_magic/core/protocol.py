@@ -52,6 +52,8 @@ class JoinRequest:
         gpu_fraction: the share of its GPU that the rank may use; None: all of it.
         seed: of every random generator.
         defaults: the session's strategy options.
+        generation: of the transports; more than 1: the others are there already.
+        replaced: the ranks that have fresh engines, when those join the others.
     """
 
     rank: int
@@ -66,6 +68,8 @@ class JoinRequest:
     gpu_fraction: float | None
     seed: int
     defaults: ModelSpec
+    generation: int = 1
+    replaced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +182,11 @@ class RecoverRequest:
 
     Attributes:
         generation: number of the transports to come; every rank gets the same.
+        replaced: the ranks that have fresh engines, which join at the same time.
     """
 
     generation: int
+    replaced: tuple[int, ...] = ()
 
 
 Request = (

@@ -47,12 +47,14 @@ class Cell:
         body: its statements.
         last: its last expression, whose value is shown; None if there is none.
         assigned: the names that its top level binds.
+        used: the names that it reads, other than those.
     """
 
     source: CellSource
     body: CodeType
     last: CodeType | None
     assigned: frozenset[str]
+    used: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for code in (self.body, self.last):
@@ -90,12 +92,14 @@ def compile_cell(code: str, name: str, *, shell: Any) -> Cell:
     kept = CellSource(source, name)
     tree = _parsed(source, name)
     last: CodeType | None = None
+    used = _used(tree)
     shown = tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_quietly(code)
     if shown:
         expression = tree.body.pop()
         assert isinstance(expression, ast.Expr)
         last = compile(ast.Expression(expression.value), name, "eval")
-    return Cell(source=kept, body=compile(tree, name, "exec"), last=last, assigned=_assigned(tree))
+    body, assigned = compile(tree, name, "exec"), _assigned(tree)
+    return Cell(source=kept, body=body, last=last, assigned=assigned, used=used)
 
 
 def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
@@ -114,7 +118,8 @@ def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
                 f"line {node.lineno} uses a magic; a training cell is plain Python that runs "
                 "once per micro-step: put the magic into a %%fsdp cell"
             )
-    return Cell(source=kept, body=compile(tree, name, "exec"), last=None, assigned=_assigned(tree))
+    body, assigned = compile(tree, name, "exec"), _assigned(tree)
+    return Cell(source=kept, body=body, last=None, assigned=assigned, used=_used(tree))
 
 
 def describe(error: BaseException) -> Failure:
@@ -220,6 +225,12 @@ def _assigned(tree: ast.AST) -> frozenset[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update((a.asname or a.name).partition(".")[0] for a in node.names)
     return frozenset(names)
+
+
+def _used(tree: ast.AST) -> frozenset[str]:
+    """Return the names that a cell reads anywhere, but those that its top level binds."""
+    names = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    return frozenset(name.id for name in names) - _assigned(tree)
 
 
 def _is_shell(node: ast.Attribute) -> bool:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.interrupts import ReleasedByPeerError
 from fsdp_magic.engine.sockets import recorded_sockets, shut_down
 
 BACKEND = "fsdp_magic"
@@ -66,10 +68,18 @@ class SwappableGroup(dist.ProcessGroup):
         rank, size: in this group.
         timeout: of a collective.
         cuda_transport: what moves CUDA tensors.
+        given_up: whether the transports of a generation were given up, by this rank or a peer.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, timeout: timedelta, cuda_transport: str
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta,
+        cuda_transport: str,
+        given_up: Callable[[int], bool],
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub knows one form
         self._store = store
@@ -77,12 +87,14 @@ class SwappableGroup(dist.ProcessGroup):
         self._size = size
         self._timeout = timeout
         self._cuda_transport = cuda_transport
+        self._given_up = given_up
         self._name = ""
         self._description = ""
         self._sockets: dict[int, str] = {}
         self._generation = 0
         self._cpu: Any = None
         self._cuda: Any = None
+        self._lost: str | None = None
 
     # -- transports
 
@@ -103,7 +115,14 @@ class SwappableGroup(dist.ProcessGroup):
         here.set(str(self._rank), "")
         everybody = [str(rank) for rank in range(self._size)]
         while not here.check(everybody):
+            if self._given_up(self._generation):
+                raise ReleasedByPeerError
             time.sleep(_MEETING_SECONDS)
+
+    def lose(self, why: str) -> None:
+        """Refuse every use from here on."""
+        self.disconnect()
+        self._lost, self._cpu, self._cuda = why, None, None
 
     def disconnect(self) -> None:
         """Make every collective that waits in this group, here or on a peer, fail at once."""
@@ -123,6 +142,8 @@ class SwappableGroup(dist.ProcessGroup):
 
     def _inner(self, device: str) -> Any:
         """Return the inner group for tensors on a kind of device."""
+        if self._lost is not None:
+            raise FsdpError(self._lost)
         if device == "cpu" or self._cuda_transport == "gloo":
             return self._cpu
         if self._cuda is None:  # made at the first use, in the same order on all its ranks
@@ -180,7 +201,8 @@ class SwappableGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the group, on the host."""
-        return self._cpu.barrier() if opts is None else self._cpu.barrier(opts)
+        inner = self._inner("cpu")
+        return inner.barrier() if opts is None else inner.barrier(opts)
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing; inner groups count for themselves."""
@@ -239,12 +261,18 @@ class Groups:
 
     Args:
         cuda_transport: what moves CUDA tensors, ``nccl`` or ``gloo``.
+        generation: of the transports to begin with.
+        given_up: whether the transports of a generation were given up.
     """
 
-    def __init__(self, cuda_transport: str) -> None:
+    def __init__(
+        self, cuda_transport: str, *, generation: int, given_up: Callable[[int], bool]
+    ) -> None:
         self._cuda_transport = cuda_transport
+        self._given_up = given_up
         self._all: list[SwappableGroup] = []
-        self.generation = 1
+        self._of_the_start = 0
+        self.generation = generation
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, self._create, devices=["cpu", "cuda"])
 
@@ -252,6 +280,16 @@ class Groups:
         """Break the transports of every group; safe from any thread."""
         for group in list(self._all):
             group.disconnect()
+
+    def end_start(self) -> None:
+        """Note that the groups that there are now are those that every engine begins with."""
+        self._of_the_start = len(self._all)
+
+    def lose_later_ones(self, why: str) -> None:
+        """Refuse from here on every use of a group that a fresh engine does not have."""
+        for group in self._all[self._of_the_start :]:
+            group.lose(why)
+        del self._all[self._of_the_start :]
 
     def reconnect(self, generation: int) -> None:
         """Replace the transports of every group.
@@ -265,7 +303,12 @@ class Groups:
 
     def _create(self, store: Store, rank: int, size: int, timeout: timedelta) -> SwappableGroup:
         group = SwappableGroup(
-            store, rank, size, timeout=timeout, cuda_transport=self._cuda_transport
+            store,
+            rank,
+            size,
+            timeout=timeout,
+            cuda_transport=self._cuda_transport,
+            given_up=self._given_up,
         )
         group.connect(self.generation)
         self._all.append(group)

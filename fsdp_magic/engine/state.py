@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp_magic.engine import cells
+import torch.distributed as dist
+
+from fsdp_magic.engine import cells, randomness
 from fsdp_magic.engine.cell_events import CellEvents
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
+from fsdp_magic.engine.lost_models import LostModels
 from fsdp_magic.engine.micro_step import BINDABLE
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp
@@ -36,6 +39,7 @@ class State:
         self.namespace: dict[str, Any] = shell.user_ns
         self.names = Names(self.namespace)
         self.models: dict[str, ShardedModel] = {}
+        self.lost_models = LostModels(self.namespace)
         self.position = Position()
         self.steps = 0
         self.epoch = 0
@@ -77,6 +81,23 @@ class State:
         self._randomness = TrainingRandomness(world.request.seed, world.rank)
         self._handle = FsdpInCells(world.rank, world.world_size)
 
+    def meet_fresh_ranks(self, replaced: tuple[int, ...]) -> None:
+        """Come to the same state as ranks with fresh engines, or with the others as one of them.
+
+        Models whose shards are gone are lost; steps count anew; plain cells draw alike again.
+
+        Collective: every rank must call this.
+        """
+        self.lost_models.lose(self.living_models(), replaced)
+        self.models.clear()
+        self.steps, self.epoch, self.position = 0, 0, Position()
+        source = next(r for r in range(self.world.world_size) if r not in replaced)
+        said = [(self.lost_models.told(), randomness.capture())]
+        dist.broadcast_object_list(said, src=source)
+        if self.world.rank in replaced:
+            self.lost_models.hear(said[0][0])
+            randomness.restore(said[0][1])
+
     @contextmanager
     def cell(
         self, values: Mapping[str, Any], *, code: str | None = None, tick: Tick | None = None
@@ -109,6 +130,7 @@ class State:
             except BaseException as error:
                 INTERRUPTS.close()
                 events.failed(error)
+                self._note_fresh(error)
                 if self.world.released and is_broken_transport(error):
                     # a peer let go first, and the collective that waited for it broke
                     raise ReleasedByPeerError from None
@@ -138,6 +160,14 @@ class State:
             if aside:
                 _say_hidden(aside)
             yield
+
+    def _note_fresh(self, error: BaseException) -> None:
+        """Tell a person where the variables of an engine went that is not there any more."""
+        if isinstance(error, NameError) and self.world.rank in self.world.request.replaced:
+            error.add_note(
+                f"Rank {self.world.rank} has a fresh engine since %fsdp_restart; run the cells "
+                "again that made its variables."
+            )
 
 
 def _say_hidden(hidden: tuple[str, ...]) -> None:

@@ -92,6 +92,8 @@ def join(engine: Engine, request: JoinRequest) -> Reply:
     """
     engine.enter(World(request))
     PRINTING.directory, PRINTING.rank = Path(request.directory), request.rank
+    if request.replaced:
+        engine.meet_fresh_ranks(request.replaced)
     telemetry.prepare(request)
     return Reply(rank=request.rank)
 
@@ -100,6 +102,7 @@ def run(engine: Engine, request: RunRequest) -> Reply:
     """Run a cell as ordinary Python; the report is its ``ResultReport``."""
     with engine.cell(engine.names_of_cells(), code=request.code), INTERRUPTS.allowed():
         cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
+        engine.lost_models.refuse(cell.used)
         result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
     return Reply(rank=engine.world.rank, report=result)
 
@@ -112,6 +115,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
     with engine.cell(engine.names_of_cells(), code=request.code):
         with INTERRUPTS.allowed():
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
+            engine.lost_models.refuse(cell.used)
             result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
             wanted, left = modeling.wanted_modules(
                 engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
@@ -145,6 +149,7 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
     try:
         with engine.training_cell(values, code=request.code, kept=kept, tick=run.tick), run:
             cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
+            engine.lost_models.refuse(cell.used)
             asked = request.evaluation
             run.prepare(
                 cell,
@@ -185,6 +190,7 @@ def evaluate(engine: Engine, request: EvalRequest) -> Reply:
         names["batch"] = None
     with engine.training_cell({**engine.names_of_cells(), **names}, code=request.code, kept=False):
         cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
+        engine.lost_models.refuse(cell.used)
         evaluator = Evaluator(
             cell=cell,
             spec=request.spec,
@@ -249,7 +255,9 @@ def recover(engine: Engine, request: RecoverRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    engine.world.reconnect(request.generation)
+    engine.world.reconnect(request.generation, replaced=request.replaced)
+    if request.replaced:
+        engine.meet_fresh_ranks(request.replaced)
     for sharded in engine.living_models():
         torch_private.forget_iteration(sharded.module)
     return Reply(rank=engine.world.rank)

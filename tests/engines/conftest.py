@@ -14,7 +14,8 @@ from fsdp_magic.notebook.session import Session
 FRESH_NAMES = """
 import builtins, gc
 ours = builtins._fsdp_magic_call.__self__.world.names()
-builtins.fsdp_magic_fresh_names = frozenset(globals()) - set(ours) - {"ours"}
+if not hasattr(builtins, "fsdp_magic_fresh_names"):  # an engine that lived through a restart
+    builtins.fsdp_magic_fresh_names = frozenset(globals()) - set(ours) - {"ours"}
 gc.collect()
 gc.freeze()  # what is there already need not be searched before every test
 """
@@ -31,6 +32,7 @@ def clean():
         del names[name]
     engine = builtins._fsdp_magic_call.__self__
     engine.models.clear()
+    engine.lost_models.__init__(names)
     engine.names._told.clear()
     engine.steps, engine.epoch, engine.position = 0, 0, Position()
     seed = engine.world.request.seed
@@ -70,6 +72,7 @@ def cleaned(session: Session) -> Session:
     except FsdpError:
         session.restart()
         session.run(FRESH_NAMES, show=False)
+        session.run(CLEAN, show=False)
     return session
 
 
