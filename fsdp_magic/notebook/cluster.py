@@ -34,7 +34,7 @@ from fsdp_magic.notebook.controller_road import (
     tell_of_end,
     wait_for_engines,
 )
-from fsdp_magic.notebook.deaths import Death, OomKiller, last_words
+from fsdp_magic.notebook.deaths import Death, Deaths
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Interruptions
@@ -76,9 +76,8 @@ class Cluster:
         self._events: Events | None = None
         self._number = 0
         self.lost: FsdpError | None = None
-        self._deaths: dict[int, Death] = {}
+        self._deaths = Deaths()
         self._watched: set[int] = set()
-        self._oom_killer = OomKiller()
         self._ready: dict[int, Ready] = {}
         self._orders: dict[int, int] = {}
         self._changed = threading.Event()
@@ -168,6 +167,7 @@ class Cluster:
         with self._interruptions, ExitStack() as steps:  # the last that is named comes first
             steps.callback(setattr, self, "_stopped", True)
             steps.callback(self._remove_files)
+            steps.callback(self._deaths.close)
             steps.callback(self._processes.loop.stop)
             steps.callback(self._processes.close_channels)
             steps.callback(self._channels.close)
@@ -305,6 +305,7 @@ class Cluster:
         for engine_id in self.hellos.keys() - self._watched:
             self._watched.add(engine_id)
             launcher = self._launcher(engine_id)
+            self._deaths.expect(engine_id, launcher.pid)
             launcher.on_stop(partial(self._note_death, engine_id, launcher))
 
     @property
@@ -314,10 +315,7 @@ class Cluster:
 
     def _note_death(self, engine_id: int, launcher: Any, data: Mapping[str, Any]) -> None:
         code = data.get("exit_code")
-        killed = code == -signal.SIGKILL and self._oom_killer.has_struck()
-        self._deaths[engine_id] = Death(
-            code=code, log=last_words(launcher.get_output()), memory_ran_out=killed
-        )
+        self._deaths.note(engine_id, code, launcher.get_output())
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
         if self._client is not None:

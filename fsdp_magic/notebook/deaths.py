@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +16,8 @@ from fsdp_magic.core.errors import EngineDiedError
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.panels.parts import plain
 
-_CRASH_LINES = 40
-_LAST_LINES = 5
+_CRASH_LINES, _LAST_LINES = 8, 5
+_UNREAD_BYTES = 1 << 16
 _OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:.]+ \[[\w.-]+\]|<StreamHandler <stderr> \(\w+\)>$")
 """What ipyparallel and IPython write into the log of any engine; it says nothing of an end."""
 
@@ -53,42 +56,106 @@ class Death:
         return f"{name}{full}"
 
 
-class OomKiller:
-    """Notices when the operating system kills processes because memory ran out.
+class Deaths(dict[int, Death]):
+    """How engines ended, by engine id.
 
-    Source: ``oom_kill`` of ``memory.events``, cgroup v2: how many processes of this control
-    group it has killed; unknown where there is no such file.
+    What C code wrote to standard error just before it ended the process (``terminate called
+    after throwing ...``) stands in a pipe that nobody in the engine reads any more. So each pipe
+    is held open here, and read once its engine has ended.
     """
 
     def __init__(self) -> None:
-        self._known = _oom_kills()
+        super().__init__()
+        self._pipes: dict[int, int] = {}
+        self._kills = _oom_kills()
 
-    def has_struck(self) -> bool:
-        """Return whether it has killed since this was last asked."""
-        before, self._known = self._known, _oom_kills()
-        return self._known > before
+    def expect(self, engine_id: int, pid: int) -> None:
+        """Hold the pipe of an engine of this host."""
+        with suppress(OSError):  # it ended, or its file descriptors are hidden from us
+            self._pipes[engine_id] = os.open(
+                f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+
+    def note(self, engine_id: int, code: int | None, log: str) -> None:
+        """Note that an engine has ended.
+
+        Args:
+            engine_id: which.
+            code: its exit code, negative for a signal.
+            log: what it wrote.
+        """
+        before, self._kills = self._kills, _oom_kills()
+        self[engine_id] = Death(
+            code=code,
+            log=last_words(log + self._unread(engine_id)),
+            memory_ran_out=code == -signal.SIGKILL and self._kills > before,
+        )
+
+    def close(self) -> None:
+        """Let go of the pipes."""
+        for engine_id in list(self._pipes):
+            self._unread(engine_id)
+
+    def _unread(self, engine_id: int) -> str:
+        descriptor = self._pipes.pop(engine_id, -1)
+        if descriptor < 0:
+            return ""
+        try:
+            return os.read(descriptor, _UNREAD_BYTES).decode(errors="replace")
+        except OSError:  # a child of the engine's lives and holds the pipe: nothing is in it
+            return ""
+        finally:
+            os.close(descriptor)
 
 
 def _oom_kills() -> int:
-    try:
-        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
-        events = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.events").read_text()
-    except OSError:
-        return 0
-    counts = dict(line.split() for line in events.splitlines())
-    return int(counts.get("oom_kill", 0))
+    """Return how many processes of this control group were killed because memory ran out.
+
+    Source: ``oom_kill`` of ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1);
+    0 where there is no such file.
+    """
+    for path in _oom_files():
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in path.read_text().splitlines())
+            return int(counts["oom_kill"])
+    return 0
+
+
+def _oom_files() -> Iterator[Path]:
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                yield Path(f"/sys/fs/cgroup{group}", "memory.events")
+            elif "memory" in controllers.split(","):
+                yield Path(f"/sys/fs/cgroup/memory{group}", "memory.oom_control")
 
 
 def last_words(log: str) -> tuple[str, ...]:
     """Return the end of an engine's log, where a person may read why it ended.
 
-    If the interpreter crashed: what it wrote then, with the lines of code it was at.
+    Source: faulthandler ends what it writes of a crash with the names of extension modules.
     """
-    lines = [plain(line) for line in log.splitlines() if line.strip()]
-    crash = next((i for i, line in enumerate(lines) if "Fatal Python error" in line), None)
-    if crash is not None:
-        return tuple(lines[crash : crash + _CRASH_LINES])
-    return tuple(line for line in lines if not _OWN_LOG_LINE.match(line))[-_LAST_LINES:]
+    lines = [line for line in plain(log).splitlines() if not _OWN_LOG_LINE.match(line)]
+    start = next((i for i, line in enumerate(lines) if "Fatal Python error" in line), len(lines))
+    after = (i for i, line in enumerate(lines) if i > start and line.startswith("Extension mod"))
+    end = next(after, len(lines))
+    told = [line for line in (*lines[:start], *lines[end + 1 :]) if line.strip()]
+    return (*told[-_LAST_LINES:], *_crash(lines[start:end]))
+
+
+def _crash(lines: Sequence[str]) -> Iterator[str]:
+    """Yield what says where the interpreter crashed: the thread's frames down to ours.
+
+    A thread of C code has none; then the cell's own lines say what was under way.
+    """
+    if not lines:
+        return
+    yield lines[0]
+    current = list(itertools.dropwhile(lambda x: not x.startswith("Current thread"), lines))
+    frames = itertools.takewhile(lambda x: "fsdp_magic/engine" not in x and x, current[1:])
+    of_cells = (line for line in lines if '"<%%' in line)
+    yield from itertools.islice(frames if current else of_cells, _CRASH_LINES)
 
 
 def died(deaths: Mapping[int, Death], *, world_size: int) -> EngineDiedError:
