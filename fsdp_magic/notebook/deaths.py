@@ -16,6 +16,10 @@ from fsdp_magic.core.errors import EngineDiedError
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.panels.parts import plain
 
+_CRASH_LINE = re.compile(
+    r"Fatal Python error|Thread 0x|Current thread|  File \"|  \.\.\.|  <|Extension modules:|$"
+)
+"""Source: faulthandler, Python/traceback.c and Modules/faulthandler.c."""
 _CRASH_LINES, _LAST_LINES = 8, 5
 _UNREAD_BYTES = 1 << 16
 _OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:.]+ \[[\w.-]+\]|<StreamHandler <stderr> \(\w+\)>$")
@@ -134,14 +138,14 @@ def _oom_files() -> Iterator[Path]:
 def last_words(log: str) -> tuple[str, ...]:
     """Return the end of an engine's log, where a person may read why it ended.
 
-    Source: faulthandler ends what it writes of a crash with the names of extension modules.
+    What the interpreter writes of a crash comes last, whatever else was written meanwhile.
     """
     lines = [line for line in plain(log).splitlines() if not _OWN_LOG_LINE.match(line)]
     start = next((i for i, line in enumerate(lines) if "Fatal Python error" in line), len(lines))
-    after = (i for i, line in enumerate(lines) if i > start and line.startswith("Extension mod"))
-    end = next(after, len(lines))
-    told = [line for line in (*lines[:start], *lines[end + 1 :]) if line.strip()]
-    return (*told[-_LAST_LINES:], *_crash(lines[start:end]))
+    crash = [line for line in lines[start:] if _CRASH_LINE.match(line)]
+    other = lines[:start] + [line for line in lines[start:] if not _CRASH_LINE.match(line)]
+    told = [line for line in other if line.strip()]
+    return (*told[-_LAST_LINES:], *_crash(crash))
 
 
 def _crash(lines: Sequence[str]) -> Iterator[str]:
