@@ -18,13 +18,14 @@ from typing import Any
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import Failure
+from fsdp_magic.engine import out_of_memory
 from fsdp_magic.engine.cell_sources import CellSource
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
+from fsdp_magic.engine.out_of_memory import is_out_of_memory
 from fsdp_magic.engine.surrogates import encodable
 from fsdp_magic.engine.tracebacks import members_of, message_of, persons_traceback
 
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 _HINTS = {
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter was used outside its model's forward; gather it around these lines: "
@@ -143,6 +144,7 @@ def describe(error: BaseException) -> Failure:
     notes = (*members_of(error), *getattr(error, "__notes__", ()), *_hints(message))
     return Failure(
         kind="out_of_memory" if is_out_of_memory(error) else "raised",
+        memory=out_of_memory.described(error),
         exception_type=type(error).__name__,
         message=encodable(message),
         traceback=encodable(frames),
@@ -153,17 +155,6 @@ def describe(error: BaseException) -> Failure:
 def _hints(message: str) -> list[str]:
     """Return what to type after an error of torch that does not say it."""
     return [hint for part, hint in _HINTS.items() if part in message]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that the device is full.
-
-    Source: on CUDA torch raises ``OutOfMemoryError``; on CPU a ``RuntimeError`` whose text names
-    its allocator; gloo lets ``std::bad_alloc`` through.
-    """
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.units import ranks_text
+from fsdp_magic.engine.modeling import leads_to
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 
 
@@ -68,10 +69,8 @@ class LostModels:
         reference = self._modules.get(name)
         if reference is None:  # this engine is fresh
             return _root(name) not in self.namespace
-        try:
-            return eval(name, dict(self.namespace)) is reference()
-        except Exception:  # a person's own attribute may raise anything
-            return False
+        module = reference()
+        return module is not None and leads_to(name, self.namespace) is module
 
 
 def _root(name: str) -> str:

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_magic.engine import cells, randomness
+from fsdp_magic.core.protocol import Failure
+from fsdp_magic.engine import cells, out_of_memory, randomness
 from fsdp_magic.engine.cell_events import CellEvents
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
 from fsdp_magic.engine.lost_models import LostModels
+from fsdp_magic.engine.memory_limit import limited
 from fsdp_magic.engine.micro_step import BINDABLE
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.parallel import fsdp
@@ -43,6 +45,7 @@ class State:
         self.position = Position()
         self.steps = 0
         self.epoch = 0
+        self._ran_out = False
         self._world: World | None = None
         self._service: Service | None = None
         self._randomness: TrainingRandomness | None = None
@@ -98,6 +101,29 @@ class State:
             self.lost_models.hear(said[0][0])
             randomness.restore(said[0][1])
 
+    def failure(self, error: BaseException, verb: str, *, advice: str | None = None) -> Failure:
+        """Return what a person needs to know about an exception.
+
+        Args:
+            error: whose frames are still there.
+            verb: that raised it.
+            advice: what to try if memory ran out; None: what the verb calls for.
+        """
+        failure = cells.describe(error)
+        self._ran_out |= failure.kind == "out_of_memory"
+        if failure.memory is None:
+            return failure
+        if advice is None:
+            defaults, ranks = self.world.request.defaults, self.world.world_size
+            advice = out_of_memory.advice_for(verb, strategy=defaults.strategy, ranks=ranks)
+        return failure.with_advice(advice)
+
+    def give_memory_back(self) -> None:
+        """Give back what the allocator keeps, if memory has run out since the last time."""
+        if self._ran_out:
+            self._ran_out = False
+            out_of_memory.give_back(self.world.device)
+
     @contextmanager
     def cell(
         self, values: Mapping[str, Any], *, code: str | None = None, tick: Tick | None = None
@@ -118,6 +144,7 @@ class State:
             cells.outside_event_loop(),
             self.names.bound(values) as hidden,
             self._service.watching(tick),
+            limited(),
         ):
             if hidden:
                 _say_hidden(hidden)

@@ -37,7 +37,16 @@ from fsdp_magic.core.protocol import (
     StatusRequest,
     TrainRequest,
 )
-from fsdp_magic.engine import bundles, cells, completion, modeling, telemetry, training
+from fsdp_magic.engine import (
+    bundles,
+    cells,
+    completion,
+    memory_limit,
+    modeling,
+    out_of_memory,
+    telemetry,
+    training,
+)
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
@@ -69,7 +78,7 @@ class Engine(State):
         except BaseException as error:  # the kernel must get an answer whatever happened
             INTERRUPTS.close()
             with cells.forgotten(error):
-                return Reply(rank=rank, failure=cells.describe(error))
+                return Reply(rank=rank, failure=self.failure(error, verb))
         finally:
             INTERRUPTS.close()
 
@@ -95,6 +104,8 @@ def join(engine: Engine, request: JoinRequest) -> Reply:
     if request.replaced:
         engine.meet_fresh_ranks(request.replaced)
     telemetry.prepare(request)
+    if request.memory_limit_bytes is not None:
+        memory_limit.fix(request.memory_limit_bytes)
     return Reply(rank=request.rank)
 
 
@@ -120,9 +131,10 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
             wanted, left = modeling.wanted_modules(
                 engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
             )
-        placements = modeling.shard_all(
-            wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
-        )
+        with out_of_memory.half_built_is_forgotten(engine.namespace, cell.assigned):
+            placements = modeling.shard_all(
+                wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
+            )
         if wanted:
             engine.steps, engine.epoch, engine.position = 0, 0, Position()
         shown = placements or tuple(fsdp.placement(model, engine.world) for model in left)
@@ -146,6 +158,7 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
     )
     kept = not request.spec.trial
     values = {**engine.names_of_cells(), **run.names()}
+    cell: cells.Cell | None = None
     try:
         with engine.training_cell(values, code=request.code, kept=kept, tick=run.tick), run:
             cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
@@ -164,7 +177,9 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
     except BaseException as error:
         INTERRUPTS.close()
         with cells.forgotten(error):
-            failure = cells.describe(error)
+            failure = engine.failure(error, "train", advice=run.advice)
+        if failure.kind == "out_of_memory" and cell is not None:
+            out_of_memory.forget_graphs(engine.namespace, cell.assigned)
         return Reply(rank=engine.world.rank, report=run.report(), failure=failure)
     finally:
         if kept:
@@ -260,6 +275,7 @@ def recover(engine: Engine, request: RecoverRequest) -> Reply:
         engine.meet_fresh_ranks(request.replaced)
     for sharded in engine.living_models():
         torch_private.forget_iteration(sharded.module)
+    engine.give_memory_back()
     return Reply(rank=engine.world.rank)
 
 
