@@ -27,6 +27,7 @@ def clean():
         del names[name]
     engine = builtins._fsdp_magic_call.__self__
     engine.models.clear()
+    engine.lost_models.__init__(names)
     engine.names._told.clear()
     engine.steps, engine.epoch, engine.position = 0, 0, Position()
     engine.snapshots.forget()
@@ -56,4 +57,5 @@ def cleaned(session: Session) -> Session:
     except FsdpError:
         session.restart()
         session.run(FRESH_NAMES, show=False)
+        session.run(CLEAN, show=False)
     return session

@@ -6,7 +6,7 @@ a training run is under way each rank publishes ``ProgressReport`` records besid
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fsdp_magic.core.cell_output import ResultReport
@@ -55,6 +55,8 @@ class JoinRequest:
         seed: of every random generator.
         defaults: the session's strategy options.
         snapshots: paths of the files for its snapshots, in memory that the kernel owns.
+        generation: of the transports; more than 1: the others are there already.
+        replaced: the ranks that have fresh engines, when those join the others.
     """
 
     rank: int
@@ -70,6 +72,8 @@ class JoinRequest:
     seed: int
     defaults: ModelSpec
     snapshots: tuple[str, ...] = ()
+    generation: int = 1
+    replaced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +201,11 @@ class RecoverRequest:
 
     Attributes:
         generation: number of the transports to come; every rank gets the same.
+        replaced: the ranks that have fresh engines, which join at the same time.
     """
 
     generation: int
+    replaced: tuple[int, ...] = ()
 
 
 Request = (
@@ -225,6 +231,27 @@ Request = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """How full a device was when no more could be allocated.
+
+    Attributes:
+        where: phase and line of the cell, as words to put into a sentence; may be empty.
+        asked_bytes: what was asked for; None: nobody knows.
+        allocated_bytes: what tensors held once the exception had left their operations.
+        used_bytes: of the whole device, what the allocator had not given back included.
+        capacity_bytes: of the device; None: nobody knows.
+        advice: what to try.
+    """
+
+    where: str
+    asked_bytes: int | None
+    allocated_bytes: int
+    used_bytes: int
+    capacity_bytes: int | None
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why a cell did not finish on one rank.
 
@@ -237,6 +264,7 @@ class Failure:
         traceback: the person's frames only, as text, without the last line.
         notes: sentences a person should read beside it.
         where: it was, of a rank that was stopped or diverged.
+        memory: how full the device was, if it was out of memory and that is known.
     """
 
     kind: FailureKind
@@ -245,6 +273,13 @@ class Failure:
     traceback: str = ""
     notes: tuple[str, ...] = ()
     where: Whereabouts | None = None
+    memory: OutOfMemory | None = None
+
+    def with_advice(self, advice: str) -> Failure:
+        """Return the same with what to try, if memory ran out."""
+        if self.memory is None:
+            return self
+        return replace(self, memory=replace(self.memory, advice=advice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

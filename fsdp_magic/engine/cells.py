@@ -18,15 +18,16 @@ from typing import Any
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import Failure, FailureKind
+from fsdp_magic.engine import out_of_memory
 from fsdp_magic.engine.cell_sources import CellSource
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.collectives import DivergedError
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
+from fsdp_magic.engine.out_of_memory import is_out_of_memory
 from fsdp_magic.engine.surrogates import encodable
 from fsdp_magic.engine.tracebacks import members_of, message_of, persons_traceback
 from fsdp_magic.engine.whereabouts import LOCATOR
 
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc")
 _HINTS = {
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter was used outside its model's forward; gather it around these lines: "
@@ -35,6 +36,10 @@ _HINTS = {
     "FSDP does not support deepcopy": (
         "A sharded model cannot be copied; copy it in the %%fsdp_model cell that builds it: "
         "ema = copy.deepcopy(model)"
+    ),
+    "is killed by signal: Killed": (
+        "The system may have killed that worker because memory ran out; give the DataLoader "
+        "fewer workers: num_workers"
     ),
 }
 _MAGIC_CALLS = ("run_line_magic", "run_cell_magic", "magic", "set_next_input", "pinfo")
@@ -49,12 +54,14 @@ class Cell:
         body: its statements.
         last: its last expression, whose value is shown; None if there is none.
         assigned: the names that its top level binds.
+        used: the names that it reads, other than those.
     """
 
     source: CellSource
     body: CodeType
     last: CodeType | None
     assigned: frozenset[str]
+    used: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for code in (self.body, self.last):
@@ -92,12 +99,14 @@ def compile_cell(code: str, name: str, *, shell: Any) -> Cell:
     kept = CellSource(source, name)
     tree = _parsed(source, name)
     last: CodeType | None = None
+    used = _used(tree)
     shown = tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_quietly(code)
     if shown:
         expression = tree.body.pop()
         assert isinstance(expression, ast.Expr)
         last = compile(ast.Expression(expression.value), name, "eval")
-    return Cell(source=kept, body=compile(tree, name, "exec"), last=last, assigned=_assigned(tree))
+    body, assigned = compile(tree, name, "exec"), _assigned(tree)
+    return Cell(source=kept, body=body, last=last, assigned=assigned, used=used)
 
 
 def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
@@ -116,7 +125,8 @@ def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
                 f"line {node.lineno} uses a magic; a training cell is plain Python that runs "
                 "once per micro-step: put the magic into a %%fsdp cell"
             )
-    return Cell(source=kept, body=compile(tree, name, "exec"), last=None, assigned=_assigned(tree))
+    body, assigned = compile(tree, name, "exec"), _assigned(tree)
+    return Cell(source=kept, body=body, last=None, assigned=assigned, used=_used(tree))
 
 
 def describe(error: BaseException) -> Failure:
@@ -134,6 +144,7 @@ def describe(error: BaseException) -> Failure:
     notes = (*members_of(error), *getattr(error, "__notes__", ()), *_hints(message))
     return Failure(
         kind="out_of_memory" if is_out_of_memory(error) else "raised",
+        memory=out_of_memory.described(error),
         exception_type=type(error).__name__,
         message=encodable(message),
         traceback=encodable(frames),
@@ -153,17 +164,6 @@ def _stopped(error: BaseException) -> Failure:
 def _hints(message: str) -> list[str]:
     """Return what to type after an error of torch that does not say it."""
     return [hint for part, hint in _HINTS.items() if part in message]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that the device is full.
-
-    Source: on CUDA torch raises ``OutOfMemoryError``; on CPU a ``RuntimeError`` whose text names
-    its allocator; gloo lets ``std::bad_alloc`` through.
-    """
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY)
 
 
 @contextmanager
@@ -229,6 +229,12 @@ def _assigned(tree: ast.AST) -> frozenset[str]:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update((a.asname or a.name).partition(".")[0] for a in node.names)
     return frozenset(names)
+
+
+def _used(tree: ast.AST) -> frozenset[str]:
+    """Return the names that a cell reads anywhere, but those that its top level binds."""
+    names = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    return frozenset(name.id for name in names) - _assigned(tree)
 
 
 def _is_shell(node: ast.Attribute) -> bool:

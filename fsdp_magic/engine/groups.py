@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -17,18 +16,15 @@ class Groups:
     """Every swappable group of this process, and the backend that makes them.
 
     Args:
-        cuda_transport: what moves CUDA tensors, ``nccl`` or ``gloo``.
-        directory: of this host, for its owner only.
-
-    Attributes:
-        surroundings: what all of them share.
-        generation: of the transports.
+        surroundings: what all groups share.
+        generation: of the transports to begin with.
     """
 
-    def __init__(self, cuda_transport: str, *, directory: Path) -> None:
-        self.surroundings = Surroundings(cuda_transport=cuda_transport, directory=directory)
+    def __init__(self, surroundings: Surroundings, *, generation: int) -> None:
+        self.surroundings = surroundings
         self._all: list[SwappableGroup] = []
-        self.generation = 1
+        self._of_the_start = 0
+        self.generation = generation
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, self._create, devices=["cpu", "cuda"])
 
@@ -65,6 +61,16 @@ class Groups:
         """Break the transports of every group; safe from any thread."""
         for group in list(self._all):
             group.disconnect()
+
+    def end_start(self) -> None:
+        """Note that the groups that there are now are those that every engine begins with."""
+        self._of_the_start = len(self._all)
+
+    def lose_later_ones(self, why: str) -> None:
+        """Refuse from here on every use of a group that a fresh engine does not have."""
+        for group in self._all[self._of_the_start :]:
+            group.lose(why)
+        del self._all[self._of_the_start :]
 
     def reconnect(self, generation: int) -> None:
         """Replace the transports of every group.

@@ -125,11 +125,17 @@ def bound_names(models: Models, namespace: Mapping[str, Any]) -> tuple[str, ...]
     return tuple(
         model.name
         for model in models.values()
-        if model.alive and _leads_to(model.name, namespace) is model.module
+        if model.alive and leads_to(model.name, namespace) is model.module
     )
 
 
-def _leads_to(name: str, namespace: Mapping[str, Any]) -> Any:
+def leads_to(name: str, namespace: Mapping[str, Any]) -> Any:
+    """Return what a model's name stands for; None if that is nothing.
+
+    The name of one that was replaced, ``model (1)``, is no expression: it would call the other.
+    """
+    if "(" in name:
+        return None
     try:
         return eval(name, dict(namespace))
     except Exception:  # a person's own attribute may raise anything

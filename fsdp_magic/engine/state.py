@@ -7,12 +7,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp_magic.engine import cells
+import torch.distributed as dist
+
+from fsdp_magic.core.protocol import Failure
+from fsdp_magic.engine import cells, out_of_memory, randomness
 from fsdp_magic.engine.cell_events import CellEvents
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
+from fsdp_magic.engine.lost_models import LostModels
+from fsdp_magic.engine.memory_limit import limited
 from fsdp_magic.engine.micro_step import BINDABLE
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.optimizer_steps import STEPS
@@ -40,9 +45,11 @@ class State:
         self.namespace: dict[str, Any] = shell.user_ns
         self.names = Names(self.namespace)
         self.models: dict[str, ShardedModel] = {}
+        self.lost_models = LostModels(self.namespace)
         self.position = Position()
         self.steps = 0
         self.epoch = 0
+        self._ran_out = False
         self._world: World | None = None
         self._service: Service | None = None
         self._randomness: TrainingRandomness | None = None
@@ -102,6 +109,46 @@ class State:
         self._snapshots = Snapshots(world, self)
         self._restoration = Restoration(self._snapshots, world, self)
 
+    def meet_fresh_ranks(self, replaced: tuple[int, ...]) -> None:
+        """Come to the same state as ranks with fresh engines, or with the others as one of them.
+
+        Models whose shards are gone are lost; steps count anew; plain cells draw alike again.
+
+        Collective: every rank must call this.
+        """
+        self.lost_models.lose(self.living_models(), replaced)
+        self.models.clear()
+        self.steps, self.epoch, self.position = 0, 0, Position()
+        source = next(r for r in range(self.world.world_size) if r not in replaced)
+        said = [(self.lost_models.told(), randomness.capture())]
+        dist.broadcast_object_list(said, src=source)
+        if self.world.rank in replaced:
+            self.lost_models.hear(said[0][0])
+            randomness.restore(said[0][1])
+
+    def failure(self, error: BaseException, verb: str, *, advice: str | None = None) -> Failure:
+        """Return what a person needs to know about an exception.
+
+        Args:
+            error: whose frames are still there.
+            verb: that raised it.
+            advice: what to try if memory ran out; None: what the verb calls for.
+        """
+        failure = cells.describe(error)
+        self._ran_out |= failure.kind == "out_of_memory"
+        if failure.memory is None:
+            return failure
+        if advice is None:
+            defaults, ranks = self.world.request.defaults, self.world.world_size
+            advice = out_of_memory.advice_for(verb, strategy=defaults.strategy, ranks=ranks)
+        return failure.with_advice(advice)
+
+    def give_memory_back(self) -> None:
+        """Give back what the allocator keeps, if memory has run out since the last time."""
+        if self._ran_out:
+            self._ran_out = False
+            out_of_memory.give_back(self.world.device)
+
     @contextmanager
     def cell(
         self, values: Mapping[str, Any], *, code: str | None = None, tick: Tick | None = None
@@ -123,6 +170,7 @@ class State:
             cells.outside_event_loop(),
             self.names.bound(values) as hidden,
             self._service.watching(tick),
+            limited(),
         ):
             if hidden:
                 _say_hidden(hidden)
@@ -135,6 +183,7 @@ class State:
             except BaseException as error:
                 INTERRUPTS.close()
                 events.failed(error)
+                self._note_fresh(error)
                 if self.world.released and is_broken_transport(error):
                     # a peer let go first, and the collective that waited for it broke
                     raise ReleasedByPeerError().with_traceback(error.__traceback__) from None
@@ -164,6 +213,14 @@ class State:
             if aside:
                 _say_hidden(aside)
             yield
+
+    def _note_fresh(self, error: BaseException) -> None:
+        """Tell a person where the variables of an engine went that is not there any more."""
+        if isinstance(error, NameError) and self.world.rank in self.world.request.replaced:
+            error.add_note(
+                f"Rank {self.world.rank} has a fresh engine since %fsdp_restart; run the cells "
+                "again that made its variables."
+            )
 
 
 def _say_hidden(hidden: tuple[str, ...]) -> None:

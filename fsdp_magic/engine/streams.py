@@ -64,9 +64,9 @@ class WatchedStream(OutStream):
                 received = os.read(self._fid, 65536)
                 if not received:
                     return
+                if self.name == "stderr":  # first: it may be the last word of a process
+                    os.write(self._original_stdstream_copy, received)
                 self.write(decoder.decode(received))
-            if self.name == "stderr":
-                os.write(self._original_stdstream_copy, received)
 
     def write(self, string: str) -> int:
         """Take text to be published."""

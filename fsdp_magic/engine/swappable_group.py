@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.engine.collectives import CollectiveLog, DivergedError, collective
+from fsdp_magic.engine.interrupts import ReleasedByPeerError
 from fsdp_magic.engine.named_group import NamedGroup
 from fsdp_magic.engine.sockets import recorded_sockets, shut_down
 
@@ -75,6 +76,7 @@ class Surroundings:
     Attributes:
         cuda_transport: what moves CUDA tensors, ``nccl`` or ``gloo``.
         directory: of this host, for its owner only.
+        given_up: whether the transports of a generation were given up, by this rank or a peer.
         newest: the group that issued a collective last; None: none has.
         message_at: when a message to or from one other rank was issued last.
         idle_ranks: ranks that do not run the cell of this moment.
@@ -82,6 +84,7 @@ class Surroundings:
 
     cuda_transport: str
     directory: Path
+    given_up: Callable[[int], bool]
     newest: SwappableGroup | None = None
     message_at: float = 0.0
     idle_ranks: frozenset[int] = frozenset()
@@ -113,6 +116,7 @@ class SwappableGroup(NamedGroup):
         self._generation = 0
         self._cpu: Any = None
         self._cuda: Any = None
+        self._lost: str | None = None
 
     # -- transports
 
@@ -143,8 +147,15 @@ class SwappableGroup(NamedGroup):
         here.set(str(self._rank), name)
         everybody = [str(rank) for rank in range(self._size)]
         while not here.check(everybody):
+            if self._around.given_up(self._generation):
+                raise ReleasedByPeerError
             time.sleep(_MEETING_SECONDS)
         return self._around.directory / here.get("0").decode()
+
+    def lose(self, why: str) -> None:
+        """Refuse every use from here on."""
+        self.disconnect()
+        self._lost, self._cpu, self._cuda = why, None, None
 
     def disconnect(self) -> None:
         """Make every collective that waits in this group, here or on a peer, fail at once."""
@@ -164,6 +175,8 @@ class SwappableGroup(NamedGroup):
 
     def _inner(self, device: str) -> Any:
         """Return the inner group for tensors on a kind of device."""
+        if self._lost is not None:
+            raise FsdpError(self._lost)
         if device == "cpu" or self._around.cuda_transport == "gloo":
             return self._cpu
         if self._cuda is None:  # made at the first use, in the same order on all its ranks
@@ -178,7 +191,7 @@ class SwappableGroup(NamedGroup):
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the group, on the host."""
         args = () if opts is None else (opts,)
-        return self._issue(self._cpu.barrier, "barrier", args, {})
+        return self._issue(self._inner("cpu").barrier, "barrier", args, {})
 
     def _refuse_idle(self, wanted: Sequence[int]) -> None:
         """Raise if a wanted rank does not run the cell: it would be waited for in vain."""

@@ -10,8 +10,6 @@ a CPU rank runs out of memory like a GPU does.
 from __future__ import annotations
 
 import ctypes
-import os
-import resource
 import threading
 import time
 from collections.abc import Sequence
@@ -24,14 +22,11 @@ import torch
 
 from fsdp_magic.core.protocol import JoinRequest
 from fsdp_magic.core.telemetry import DeviceSample, MemorySample
-from fsdp_magic.core.units import MIB
 from fsdp_magic.engine.parallel.torch_private import storage_bytes
 from fsdp_magic.engine.processor import processor_name
 
 _MARK_SECONDS = 0.1
 _FIRST_STEPS = 3
-_OWN_BYTES = 64 * MIB
-"""Room beyond the limit for the engine's own threads and messages."""
 
 
 class _MallInfo(ctypes.Structure):
@@ -204,16 +199,18 @@ _METER: list[CpuMeter | CudaMeter] = []
 
 
 def prepare(request: JoinRequest) -> None:
-    """Start measuring, and set the memory limit of a CPU rank; the last thing of joining."""
+    """Start measuring; nearly the last thing of joining."""
     if request.device == "cuda":
         device = torch.device("cuda", request.cuda_index or 0)
         _METER[:] = [CudaMeter(device, request.gpu_fraction)]
         return
     share = psutil.virtual_memory().total // request.local_world_size
     _METER[:] = [CpuMeter(request.memory_limit_bytes or share)]
-    if request.memory_limit_bytes is not None:
-        soft = _data_bytes() + request.memory_limit_bytes + _OWN_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, resource.RLIM_INFINITY))
+
+
+def is_measured() -> bool:
+    """Return whether this rank has begun to measure."""
+    return bool(_METER)
 
 
 def memory() -> MemorySample:
@@ -276,15 +273,3 @@ def _mallinfo_function() -> Any:
 
 def _mallinfo() -> Any:
     return _mallinfo_function()()
-
-
-def _data_bytes() -> int:
-    """Return what RLIMIT_DATA counts for this process.
-
-    Source: ``VmData`` of /proc/self/status (proc(5)).
-    """
-    with open(f"/proc/{os.getpid()}/status") as file:
-        for line in file:
-            if line.startswith("VmData:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmData")

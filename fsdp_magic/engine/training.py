@@ -18,6 +18,7 @@ from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.loop import running
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.optimizer_steps import STEPS
+from fsdp_magic.engine.out_of_memory import advice_for_models, advice_for_training
 from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.preparation import Preparation
 from fsdp_magic.engine.prepared import Prepared
@@ -77,6 +78,22 @@ class TrainingRun:
     def epoch(self) -> int:
         """The epoch of the newest step."""
         return 0 if self._prepared is None else self._prepared.loop.epoch
+
+    @property
+    def advice(self) -> str:
+        """What to try if it ran out of memory."""
+        run, ranks = self._prepared, self._world.world_size
+        if run is None:
+            return "try " + advice_for_models(
+                strategy=self._world.request.defaults.strategy, ranks=ranks
+            )
+        return advice_for_training(
+            self._request.spec,
+            micro_batch_size=None if run.data is None else run.data.micro_batch_size,
+            accumulate=run.loop.micro_steps,
+            strategy=next((model.strategy for model in run.models), "full_shard"),
+            ranks=ranks,
+        )
 
     # -- preparing
 

@@ -38,7 +38,16 @@ from fsdp_magic.core.protocol import (
     TrainRequest,
 )
 from fsdp_magic.core.recovery import RecoverReport, RestoreRequest
-from fsdp_magic.engine import bundles, cells, completion, modeling, telemetry, training
+from fsdp_magic.engine import (
+    bundles,
+    cells,
+    completion,
+    memory_limit,
+    modeling,
+    out_of_memory,
+    telemetry,
+    training,
+)
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
@@ -70,7 +79,7 @@ class Engine(State):
         except BaseException as error:  # the kernel must get an answer whatever happened
             INTERRUPTS.close()
             with cells.forgotten(error):
-                return Reply(rank=rank, failure=cells.describe(error))
+                return Reply(rank=rank, failure=self.failure(error, verb))
         finally:
             INTERRUPTS.close()
 
@@ -93,7 +102,11 @@ def join(engine: Engine, request: JoinRequest) -> Reply:
     """
     engine.enter(World(request))
     PRINTING.directory, PRINTING.rank = Path(request.directory), request.rank
+    if request.replaced:
+        engine.meet_fresh_ranks(request.replaced)
     telemetry.prepare(request)
+    if request.memory_limit_bytes is not None:
+        memory_limit.fix(request.memory_limit_bytes)
     return Reply(rank=request.rank)
 
 
@@ -105,6 +118,7 @@ def run(engine: Engine, request: RunRequest) -> Reply:
         INTERRUPTS.allowed(),
     ):
         cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
+        engine.lost_models.refuse(cell.used)
         result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
     return Reply(rank=engine.world.rank, report=result)
 
@@ -117,13 +131,15 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
     with engine.cell(engine.names_of_cells(), code=request.code):
         with INTERRUPTS.allowed():
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
+            engine.lost_models.refuse(cell.used)
             result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
             wanted, left = modeling.wanted_modules(
                 engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
             )
-        placements = modeling.shard_all(
-            wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
-        )
+        with out_of_memory.half_built_is_forgotten(engine.namespace, cell.assigned):
+            placements = modeling.shard_all(
+                wanted, request.spec, engine.namespace, models=engine.models, world=engine.world
+            )
         restored = None
         if wanted:
             engine.start_anew()
@@ -157,9 +173,11 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
     )
     kept = not request.spec.trial
     values = {**engine.names_of_cells(), **run.names()}
+    cell: cells.Cell | None = None
     try:
         with engine.training_cell(values, code=request.code, kept=kept, tick=run.tick), run:
             cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
+            engine.lost_models.refuse(cell.used)
             asked = request.evaluation
             run.prepare(
                 cell,
@@ -172,7 +190,9 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
     except BaseException as error:
         INTERRUPTS.close()
         with cells.forgotten(error):
-            failure = cells.describe(error)
+            failure = engine.failure(error, "train", advice=run.advice)
+        if failure.kind == "out_of_memory" and cell is not None:
+            out_of_memory.forget_graphs(engine.namespace, cell.assigned)
         return Reply(rank=engine.world.rank, report=run.report(), failure=failure)
     finally:
         if kept:
@@ -198,6 +218,7 @@ def evaluate(engine: Engine, request: EvalRequest) -> Reply:
         names["batch"] = None
     with engine.training_cell({**engine.names_of_cells(), **names}, code=request.code, kept=False):
         cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
+        engine.lost_models.refuse(cell.used)
         evaluator = Evaluator(
             cell=cell,
             spec=request.spec,
@@ -262,9 +283,12 @@ def recover(engine: Engine, request: RecoverRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    engine.world.reconnect(request.generation)
+    engine.world.reconnect(request.generation, replaced=request.replaced)
+    if request.replaced:
+        engine.meet_fresh_ranks(request.replaced)
     for sharded in engine.living_models():
         torch_private.forget_iteration(sharded.module)
+    engine.give_memory_back()
     report = RecoverReport(
         steps=engine.steps,
         optimizer_steps=STEPS.counts(),

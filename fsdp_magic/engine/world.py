@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import JoinRequest
+from fsdp_magic.core.units import ranks_text
 from fsdp_magic.engine.groups import Groups
 from fsdp_magic.engine.parallel.torch_private import align_group_count
 from fsdp_magic.engine.randomness import seed_all
-from fsdp_magic.engine.swappable_group import BACKEND
+from fsdp_magic.engine.swappable_group import BACKEND, Surroundings
 from fsdp_magic.engine.vote import Vote
 
 DATA_PARALLEL = "dp"
@@ -49,7 +50,14 @@ class World:
         os.environ.update(_torchrun_environment(request))
         self.device = _device(request)
         self.page = Page(_mapped_page(request))
-        self.groups = Groups(request.transport, directory=Path(request.directory))
+        self.groups = Groups(
+            Surroundings(
+                cuda_transport=request.transport,
+                directory=Path(request.directory),
+                given_up=lambda generation: self.page.released_generation >= generation,
+            ),
+            generation=request.generation,
+        )
         store = FileStore(str(Path(request.directory, "rendezvous")), request.world_size)
         dist.init_process_group(
             BACKEND,
@@ -62,6 +70,9 @@ class World:
         self.mesh: DeviceMesh = init_device_mesh(
             self.device.type, (request.world_size,), mesh_dim_names=(DATA_PARALLEL,)
         )
+        self.groups.end_start()
+        if request.generation > 1:  # the others recover meanwhile, and do this too
+            self._begin_to_agree()
         self.vote = self._fresh_vote()
         seed_all(request.seed)
 
@@ -75,15 +86,32 @@ class World:
         self.page.release(self.groups.generation)
         self.groups.disconnect()
 
-    def reconnect(self, generation: int) -> None:
+    def reconnect(self, generation: int, *, replaced: tuple[int, ...] = ()) -> None:
         """Replace every transport.
 
         Collective: every rank must call this, with the same generation.
+
+        Args:
+            generation: of the transports to come.
+            replaced: ranks with fresh engines, which join meanwhile.
         """
+        if replaced:
+            ranks = ranks_text(replaced)
+            self.groups.lose_later_ones(
+                f"this process group was made before rank {ranks} had a fresh engine, which is "
+                "not in it; make it again on every rank: dist.new_group()"
+            )
         self.groups.reconnect(generation)
+        self._begin_to_agree()
+        self.vote = self._fresh_vote()
+
+    def _begin_to_agree(self) -> None:
+        """Count votes and groups like the others from here on.
+
+        Collective: every rank must call this.
+        """
         self.page.clear_ballots(self.rank)
         align_group_count()  # also: nobody votes before all have cleared their ballots
-        self.vote = self._fresh_vote()
 
     def names(self) -> dict[str, Any]:
         """Return the names that every cell finds."""

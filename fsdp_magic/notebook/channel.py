@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import socket
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 from fsdp_magic.core.channel import Asked, ChannelClosedError, Frames, framed
 
 _CHUNK_BYTES = 1 << 20
+_TAKE_SECONDS = 5.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -34,6 +36,7 @@ class _Line:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.frames = Frames()
+        self.taken = threading.Event()
         self._unsent: deque[memoryview] = deque()
         self._sending = threading.Lock()
 
@@ -68,6 +71,7 @@ class Channels:
         self._heard = heard
         self._failed = failed
         self._lines: dict[int, _Line] = {}
+        self._coming: queue.SimpleQueue[tuple[int, _Line]] = queue.SimpleQueue()
         self._woken, self._wake = os.pipe()
         self._thread: threading.Thread | None = None
 
@@ -76,6 +80,18 @@ class Channels:
         self._lines = {order: _Line(channel) for order, channel in sockets.items()}
         self._thread = threading.Thread(target=self._serve, name="fsdp_magic channels", daemon=True)
         self._thread.start()
+
+    def replace(self, order: int, channel: socket.socket) -> None:
+        """Read the channel of the engine that took the place of one that ended.
+
+        Safe to call twice with the same channel.
+        """
+        if self._lines[order].channel is channel:
+            return
+        line = _Line(channel)
+        self._coming.put((order, line))
+        os.write(self._wake, b".")
+        line.taken.wait(timeout=_TAKE_SECONDS)
 
     def send(self, order: int, message: Asked) -> None:
         """Send a request, without waiting; if the engine is gone, its end is told elsewhere."""
@@ -104,14 +120,30 @@ class Channels:
             poll.register(descriptor, select.POLLIN)
         while True:
             for descriptor, state in poll.poll():
-                if descriptor != self._woken:
+                if descriptor in open_:
                     self._turn(poll, descriptor, state, open_[descriptor])
+                elif descriptor != self._woken:
+                    continue  # of an engine that was replaced a moment ago
                 elif os.read(self._woken, 64):
+                    self._take_replacements(poll, open_)
                     for sending in open_:
                         with suppress(FileNotFoundError):  # it is gone
                             poll.modify(sending, select.POLLIN | select.POLLOUT)
                 else:
                     return
+
+    def _take_replacements(self, poll: select.poll, open_: dict[int, int]) -> None:
+        """Read fresh engines' channels from now on, in the place of those of ended ones."""
+        while not self._coming.empty():
+            order, line = self._coming.get()
+            old, self._lines[order] = self._lines[order].channel, line
+            open_.pop(old.fileno(), None)
+            with suppress(KeyError):  # its end was noticed already
+                poll.unregister(old)
+            old.close()
+            open_[line.channel.fileno()] = order
+            poll.register(line.channel, select.POLLIN)
+            line.taken.set()
 
     def _turn(self, poll: select.poll, descriptor: int, state: int, order: int) -> None:
         """Send what a channel takes, and read what it brings."""

@@ -1,4 +1,4 @@
-"""KERNEL: the engines as processes: started, reached, watched, signalled and stopped.
+"""KERNEL: the engines as a cluster: started, reached, watched, signalled, replaced and stopped.
 
 An ipyparallel cluster with a profile directory of its own, readable by nobody else. Four things
 differ from ipyparallel's defaults, each measured: a fork server makes the processes; our verbs
@@ -10,33 +10,38 @@ a process has ended.
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_magic.core.channel import Asked, Finished, Published, Ready, Unreadable
-from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError
+from fsdp_magic.core.errors import CellInterrupted, FsdpError
 from fsdp_magic.core.page import Page
-from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE, HelloReport
+from fsdp_magic.core.protocol import HelloReport
 from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
-from fsdp_magic.notebook.cluster_files import crash_report, death, empty, last_lines, new_page
-from fsdp_magic.notebook.controller_road import ControllerRoad, connected, tell_of_end
+from fsdp_magic.notebook.cluster_files import empty, new_page
+from fsdp_magic.notebook.controller_road import (
+    ControllerRoad,
+    connected,
+    tell_of_end,
+    wait_for_engines,
+)
+from fsdp_magic.notebook.deaths import Death, Deaths
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
-from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cluster, process_of
 from fsdp_magic.notebook.live import Interruptions
+from fsdp_magic.notebook.processes import Processes
+from fsdp_magic.notebook.starting import replacement_check, start_check
 
-_START_SECONDS, _LOOK_SECONDS = 120.0, 0.05
+_KILL_SECONDS, _LOOK_SECONDS = 2.0, 0.05
 
 
 class Cluster:
@@ -68,19 +73,18 @@ class Cluster:
         self.directory = tempfile.mkdtemp(prefix="fsdp_magic-") if not server else server.directory
         empty(self.directory)
         self.page = Page(new_page(Path(self.directory, "page"), n))
-        self._loop = LoopThread()
         self._events: Events | None = None
         self._number = 0
         self.lost: FsdpError | None = None
-        self._dead: dict[int, int | None] = {}
-        self._crashes: dict[int, str] = {}
+        self._deaths = Deaths()
+        self._watched: set[int] = set()
         self._ready: dict[int, Ready] = {}
         self._orders: dict[int, int] = {}
-        self._launchers: dict[int, Any] = {}
         self._changed = threading.Event()
         self._channels = Channels(self._hear, self._note_loss)
-        self._cluster = ipyparallel_cluster(self.directory, n, server)
-        self._environment = {**environment, KERNEL_PID_VARIABLE: str(os.getpid())}
+        self._processes = Processes(
+            n, directory=self.directory, environment=environment, server=server
+        )
         self._client: Any = None
         self._stopped = False
 
@@ -93,20 +97,68 @@ class Cluster:
             FsdpError: if an engine ended or did not come in time; nothing is left behind.
             CellInterrupted: if the person gave it up; nothing is left behind.
         """
-        starts = self._cluster.start_controller, partial(self._cluster.start_engines, self.n)
+        engines = self._processes.engines
         try:
-            for start in starts:
-                self._loop.run(start(environment=self._environment), check=self.check_interrupted)
-            self._launchers = {int(x.identifier): x for x in self._started_engines()}
-            for launcher in (*self._launchers.values(), self._cluster.controller):
-                launcher.on_stop(lambda _: self._changed.set())
-            self._channels.start({order: x.channel for order, x in self._launchers.items()})
-            self._wait_for_engines()
+            self._processes.start(check=self.check_interrupted, on_end=self._note_change)
+            engines = self._processes.engines
+            self._channels.start({order: x.channel for order, x in engines.items()})
+            self._wait_for(
+                engines,
+                check=start_check(
+                    self._processes, n=self.n, ready=self._ready, interrupted=self.check_interrupted
+                ),
+            )
         except BaseException:
             if self._server is not None:
                 self._server.kill()  # else an interrupt would wait until it has started
             self.stop()
             raise
+
+    def replace(self, engine_ids: Collection[int]) -> dict[int, int]:
+        """Start a fresh engine in the place of each that has ended.
+
+        Args:
+            engine_ids: of those that have.
+
+        Returns:
+            The id of each fresh engine, by that of the one whose place it took.
+
+        Raises:
+            FsdpError: if they did not come in time; none of the fresh ones is left.
+            CellInterrupted: if the person gave it up; likewise.
+        """
+        places = {self._orders[engine_id]: engine_id for engine_id in engine_ids}
+        ended = {order: self._ready.pop(order) for order in places}
+        fresh: dict[int, Any] = {}
+        forked = self._server is not None and self._server.alive
+        check = replacement_check(fresh, self._interruptions, forked=forked)
+        try:
+            self._processes.start_fresh(places, fresh, check=check, on_end=self._note_change)
+            for order, launcher in fresh.items():
+                self._channels.replace(order, launcher.channel)
+            self._wait_for(places, check=check)
+        except BaseException:
+            self._processes.give_up(fresh.values())
+            for order, launcher in fresh.items():
+                if launcher.channel is not None:
+                    self._channels.replace(order, launcher.channel)  # to be closed there
+            self._ready.update(ended)
+            raise
+        self._processes.engines.update(fresh)
+        for engine_id in engine_ids:
+            del self._orders[engine_id]
+        if self._client is not None:
+            wait_for_engines(self._client, self._living)
+        return {engine_id: self._ready[order].engine_id for order, engine_id in places.items()}
+
+    def kill(self, engine_ids: Collection[int]) -> None:
+        """End engines at once, and wait until they have ended."""
+        for engine_id in engine_ids:
+            self._launcher(engine_id).signal(signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while not self._deaths.keys() >= set(engine_ids) and time.monotonic() < deadline:
+            self._changed.wait(timeout=_LOOK_SECONDS)
+            self._changed.clear()
 
     def stop(self) -> None:
         """End every process and remove every file; safe to call twice."""
@@ -115,9 +167,11 @@ class Cluster:
         with self._interruptions, ExitStack() as steps:  # the last that is named comes first
             steps.callback(setattr, self, "_stopped", True)
             steps.callback(self._remove_files)
-            steps.callback(self._loop.stop)
-            steps.callback(self._close_channels)
-            steps.callback(self._end_processes)
+            steps.callback(self._deaths.close)
+            steps.callback(self._processes.loop.stop)
+            steps.callback(self._processes.close_channels)
+            steps.callback(self._channels.close)
+            steps.callback(self._processes.end)
             steps.callback(self._close_client)
 
     def check_interrupted(self) -> None:
@@ -132,59 +186,21 @@ class Cluster:
         if client is not None:
             client.close(linger=0)
 
-    def _end_processes(self) -> None:
-        self._loop.run(asyncio.sleep(0))  # a start that was interrupted starts no more after this
-        engines = self._started_engines()
-        launchers = [*engines, self._cluster.controller]
-        processes = [p for p in map(process_of, launchers) if p is not None]
-        end([child for p in processes for child in children(p)] + processes)
-        for launcher in launchers:
-            if launcher is not None:  # its thread reports to the loop once more
-                with suppress(TimeoutError):
-                    self._loop.run(launcher.join(timeout=1))
-
-    def _close_channels(self) -> None:
-        self._channels.close()
-        for launcher in self._started_engines():
-            launcher.close_channel()
-
     def _remove_files(self) -> None:
         if self._server is None:
             shutil.rmtree(self.directory, ignore_errors=True)
         else:
             empty(self.directory)
 
-    def _wait_for_engines(self) -> None:
-        deadline = time.monotonic() + _START_SECONDS
-        while len(self._ready) < self.n:
+    def _wait_for(self, orders: Collection[int], *, check: Callable[[], None]) -> None:
+        """Wait until the engines in some places are ready; ``check`` may give it up."""
+        while not self._ready.keys() >= set(orders):
             self._changed.wait(timeout=_LOOK_SECONDS)
             self._changed.clear()
-            self.check_interrupted()
-            controller = self._cluster.controller
-            if controller.state == "after":
-                raise FsdpError(
-                    f"the controller ended while starting: {controller.stop_data}; the end of its "
-                    f"log:\n{last_lines(controller.get_output())}"
-                )
-            logs = self._logs_of_ended()
-            if logs:
-                raise FsdpError(
-                    f"{self.n} engines were asked for and {len(logs)} ended while starting; the "
-                    f"end of the log:\n{logs[0]}"
-                )
-            if time.monotonic() > deadline:
-                raise FsdpError(
-                    f"{self.n} engines were asked for, {len(self._ready)} came within "
-                    f"{_START_SECONDS:.0f} s; try %fsdp_init -n {max(1, len(self._ready))}"
-                )
+            check()
 
-    def _started_engines(self) -> list[Any]:
-        return [x for s in self._cluster.engines.values() for x in s.launchers.values()]
-
-    def _logs_of_ended(self) -> list[str]:
-        """Return the last lines of each engine that ended."""
-        sets = self._cluster.engines.values()
-        return [last_lines(text) for s in sets for text in list(s.outputs.values())]
+    def _note_change(self, _: Any) -> None:
+        self._changed.set()
 
     # -- talking
 
@@ -197,16 +213,25 @@ class Cluster:
     def client(self) -> Any:
         """The ipyparallel client, for a person who wants it; connected when first asked for."""
         if self._client is None:
-            info = self._loop.run(self._cluster.controller.get_connection_info())
-            self._client = connected(info["client"], self.directory, count=self.n, dead=self._dead)
+            info = self._processes.loop.run(self._processes.controller.get_connection_info())
+            self._client = connected(
+                info["client"], self.directory, living=self._living, dead=self._deaths
+            )
         return self._client
 
+    @property
+    def _living(self) -> set[int]:
+        return self.hellos.keys() - self._deaths.keys()
+
     def send(self, verb: str, requests: Mapping[int, Any]) -> Events:
-        """Ask engines for a verb, all at once.
+        """Ask engines for a verb, all at once; see ``send_each``."""
+        return self.send_each({engine_id: (verb, r) for engine_id, r in requests.items()})
+
+    def send_each(self, asked: Mapping[int, tuple[str, Any]]) -> Events:
+        """Ask engines, all at once.
 
         Args:
-            verb: what to do.
-            requests: by engine id.
+            asked: verb and request by engine id.
 
         Returns:
             Where everything that they then say arrives.
@@ -214,14 +239,14 @@ class Cluster:
         events: Events = Events()
         self._number += 1
         self._events, self.lost = events, None
-        for engine_id, request in requests.items():
+        for engine_id, (verb, request) in asked.items():
             order = self._orders.get(engine_id)
             if order is None or self._client_waits:
-                road = ControllerRoad(self.client, self._loop)
+                road = ControllerRoad(self.client, self._processes.loop)
                 road.send(engine_id, verb, request, events)
             else:
-                asked = Asked(number=self._number, verb=verb, request=request)
-                self._channels.send(order, asked)
+                message = Asked(number=self._number, verb=verb, request=request)
+                self._channels.send(order, message)
         return events
 
     @property
@@ -267,34 +292,32 @@ class Cluster:
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
         for engine_id in engine_ids:
-            if engine_id not in self._dead:
+            if engine_id not in self._deaths:
                 self._launcher(engine_id).signal(signal.SIGINT)
 
     def _launcher(self, engine_id: int) -> Any:
-        return self._launchers[self._orders[engine_id]]
+        return self._processes.engines[self._orders[engine_id]]
 
     # -- watching
 
     def watch(self) -> None:
         """Say from now on when an engine ends."""
-        for engine_id in self.hellos:
+        for engine_id in self.hellos.keys() - self._watched:
+            self._watched.add(engine_id)
             launcher = self._launcher(engine_id)
+            self._deaths.expect(engine_id, launcher.pid)
             launcher.on_stop(partial(self._note_death, engine_id, launcher))
 
     @property
-    def dead(self) -> set[int]:
-        """The ids of the engines whose processes have ended."""
-        return set(self._dead)
+    def deaths(self) -> dict[int, Death]:
+        """How those engines ended that have, by id; one that was replaced is no longer named."""
+        return {i: death for i, death in self._deaths.items() if i in self._orders}
 
     def _note_death(self, engine_id: int, launcher: Any, data: Mapping[str, Any]) -> None:
         code = data.get("exit_code")
-        self._dead[engine_id] = code
-        self._crashes[engine_id] = crash_report(launcher.get_output())
+        self._deaths.note(engine_id, code, launcher.get_output())
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
         if self._client is not None:
             tell_of_end(self._client, engine_id)
-
-    def died(self, engine_id: int, *, rank: int) -> EngineDiedError:
-        """Return the error that tells of the death of a rank's engine."""
-        return death(rank, self._dead.get(engine_id), self._crashes.get(engine_id, ""))
+        self._changed.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.launch import LoopThread
 
-_CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS, _REGISTER_SECONDS = 60.0, 5.0
 _OUTPUT_SECONDS = 2.0
 
 
@@ -99,30 +99,50 @@ class ControllerRoad:
         self._loop.later(_OUTPUT_SECONDS, partial(events.put, died))
 
 
-def connected(info: Mapping[str, Any], directory: str, *, count: int, dead: Iterable[int]) -> Any:
+def connected(
+    info: Mapping[str, Any], directory: str, *, living: Collection[int], dead: Iterable[int]
+) -> Any:
     """Return ipyparallel's client, once it knows the engines that live, and only those.
 
     Args:
         info: how to reach the controller.
         directory: its profile.
-        count: of the engines that were started.
+        living: ids of the engines that are there.
         dead: ids of those that have ended.
     """
-    client = ipyparallel.Client(info, profile_dir=directory, timeout=_CONNECT_SECONDS)
-    client.session.digest_history_size = DIGESTS
     deadline = time.monotonic() + _CONNECT_SECONDS
-    while len(client.ids) < count and time.monotonic() < deadline:
-        time.sleep(0.01)  # a registration completes on a beat of the hub's heart
+    client = _connected_once(info, directory, living)
+    while not set(living) <= set(client.ids) and time.monotonic() < deadline:
+        client.close(linger=0)  # a notice that comes while it connects is lost to it
+        client = _connected_once(info, directory, living)
     for engine_id in dead:
         tell_of_end(client, engine_id)
     return client
 
 
+def _connected_once(info: Mapping[str, Any], directory: str, living: Collection[int]) -> Any:
+    client = ipyparallel.Client(info, profile_dir=directory, timeout=_CONNECT_SECONDS)
+    client.session.digest_history_size = DIGESTS
+    wait_for_engines(client, living)
+    return client
+
+
+def wait_for_engines(client: Any, living: Collection[int]) -> None:
+    """Wait until a client knows engines; a registration completes on a beat of the hub's heart."""
+    deadline = time.monotonic() + _REGISTER_SECONDS
+    while not set(living) <= set(client.ids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def tell_of_end(client: Any, engine_id: int) -> None:
-    """Tell ipyparallel's hub that an engine ended, so that no ``%%px`` waits for it.
+    """Tell ipyparallel's hub and client that an engine ended, so that no ``%%px`` waits for it.
 
     A process beside each engine, ipyparallel's nanny, would do this and no more for us. Sockets
-    belong to one thread: it is sent in the client's own.
+    belong to one thread: it is sent in the client's own. The hub's notice to clients is lost to
+    one that is just connecting, so this one is told by itself.
     """
     message = client.session.msg("unregistration_request", content={"id": engine_id})
     client._io_loop.add_callback(client.session.send, client._query_stream, message)
+    uuid = client._engines.get(engine_id, "")
+    told = {"content": {"id": engine_id, "uuid": uuid}}
+    client._io_loop.add_callback(client._unregister_engine, told)

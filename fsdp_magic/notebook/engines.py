@@ -10,17 +10,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
-from fsdp_magic.core.protocol import RecoverRequest, Reply
+from fsdp_magic.core.protocol import JoinRequest, RecoverRequest, Reply
 from fsdp_magic.core.recovery import RecoverReport, RestoreReport, RestoreRequest
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
+from fsdp_magic.notebook.deaths import died, fate
+from fsdp_magic.notebook.escalations import CellEscalation, Patience
 from fsdp_magic.notebook.events import Answered, Died
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
@@ -36,7 +39,7 @@ from fsdp_magic.notebook.waiting import WaitingWatch
 from fsdp_magic.notebook.world import WorldPlan
 from fsdp_magic.panels import waiting
 
-_QUICK_SECONDS = 30.0
+_QUICK_SECONDS, _REPLACE_SECONDS = 30.0, 10.0
 _GLANCE_SECONDS = 0.2
 """How long a request waits for a look at an engine that another thread is just sending."""
 
@@ -73,6 +76,7 @@ class Engines:
         self._snapshots = snapshots
         self._ranks: dict[int, int] = {}
         self._generation = 1
+        self._stuck: tuple[int, ...] = ()
         self._displays = DisplayNames()
         self._asking = threading.Lock()
         try:
@@ -112,7 +116,7 @@ class Engines:
         """
         if self.broken is not None:
             raise self.broken.with_traceback(None)  # else it grows with each cell
-        self._check_dead(tuple(self._ranks[engine_id] for engine_id in self.cluster.dead))
+        self._check_dead()
         engines = {rank: engine_id for engine_id, rank in self._ranks.items()}
         asked = {engines[rank]: request for rank, request in requests.items()}
         output = Output(sorted(requests), screen=screen, names=self._displays)
@@ -122,7 +126,7 @@ class Engines:
                 events=self.cluster.send(verb, asked),
                 output=output,
                 interruptions=self._interruptions,
-                escalation=_Escalation(self, list(asked), run),
+                escalation=CellEscalation(self, list(asked), run),
                 on_progress=None if run is None else run.add,
                 on_tick=on_tick,
                 watch=WaitingWatch(page=self.cluster.page, stacks=self._stacks()),
@@ -148,7 +152,11 @@ class Engines:
         interrupted, and what goes wrong is no error.
         """
         engine_id = next(e for e, r in self._ranks.items() if r == rank)
-        if self.broken is not None or self.cluster.dead or not self._asking.acquire(blocking=False):
+        if (
+            self.broken is not None
+            or self.cluster.deaths
+            or not self._asking.acquire(blocking=False)
+        ):
             return None
         try:  # a request that comes meanwhile does not wait for the answer
             events = self.cluster.send(verb, {engine_id: request})
@@ -189,14 +197,11 @@ class Engines:
         order = sorted(hellos, key=lambda i: (hellos[i].host, hellos[i].local_order))
         self._ranks = {engine_id: rank for rank, engine_id in enumerate(order)}
         self.cluster.watch()
-        directory = self.cluster.directory
-        requests = {
-            engine_id: self._plan.join_request(
-                rank, directory=directory, snapshots=self._snapshots.paths(rank)
-            )
-            for engine_id, rank in self._ranks.items()
-        }
-        self._quick("join", requests)
+        self._quick({e: ("join", self._join_request(r)) for e, r in self._ranks.items()})
+
+    def _join_request(self, rank: int) -> JoinRequest:
+        directory, files = self.cluster.directory, self._snapshots.paths(rank)
+        return self._plan.join_request(rank, directory=directory, snapshots=files)
 
     def _stacks(self) -> Stacks:
         """Return what asks engines for their stacks."""
@@ -210,12 +215,13 @@ class Engines:
         Returns:
             What there is to say of a torn step, after an interrupt.
         """
-        self._check_dead(outcome.dead)
+        self._stuck = self._engines_of(outcome.stuck)
+        self._check_dead()
         if outcome.stuck:
             told = "" if outcome.waited is None else "\n" + waiting.text(outcome.waited)
             self.broken = FsdpError(
                 f"rank {ranks_text(outcome.stuck)} did not come out of the cell within 5 s; "
-                f"type %fsdp_restart for fresh engines{told}"
+                f"type %fsdp_restart, which {fate(len(outcome.stuck), of=len(self._ranks))}{told}"
             )
             raise self.broken
         said = ""
@@ -240,12 +246,49 @@ class Engines:
         report: RestoreReport = self._quick_reports("restore", RestoreRequest())[0]
         return report
 
-    def _check_dead(self, ranks: tuple[int, ...]) -> None:
-        """Raise if the engine of a rank died; nothing can be asked any more then."""
-        if ranks:
-            engine_id = next(e for e, r in self._ranks.items() if r == ranks[0])
-            self.broken = self.cluster.died(engine_id, rank=ranks[0])
+    def _check_dead(self) -> None:
+        """Raise if an engine has ended; nothing can be asked any more then."""
+        deaths = {self._ranks[engine_id]: d for engine_id, d in self.cluster.deaths.items()}
+        if deaths:
+            self.broken = died(deaths, world_size=len(self._ranks))
             raise self.broken
+
+    def _engines_of(self, ranks: Collection[int]) -> tuple[int, ...]:
+        return tuple(engine_id for engine_id, rank in self._ranks.items() if rank in ranks)
+
+    # -- replacing
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ids of the engines that have ended, or are stuck."""
+        return tuple({*self.cluster.deaths, *self._stuck})
+
+    def replace(self) -> tuple[int, ...]:
+        """Put a fresh engine in the place of each lost one; the others keep what they have.
+
+        Returns:
+            The ranks that have a fresh engine.
+
+        Raises:
+            FsdpError: if it cannot be done; the engines are as they were, or worse.
+            CellInterrupted: if the person gave it up; the engines are as they were.
+        """
+        self.cluster.kill(self._stuck)
+        fresh = self.cluster.replace(self.lost)
+        self._stuck = ()
+        for old, new in fresh.items():
+            self._ranks[new] = self._ranks.pop(old)
+        self.cluster.watch()
+        ranks = tuple(sorted(self._ranks[engine_id] for engine_id in fresh.values()))
+        self._generation += 1
+        recover = RecoverRequest(generation=self._generation, replaced=ranks)
+        asked: dict[int, tuple[str, Any]] = {e: ("recover", recover) for e in self._ranks}
+        for engine_id in fresh.values():
+            request = self._join_request(self._ranks[engine_id])
+            asked[engine_id] = "join", replace(request, generation=self._generation, replaced=ranks)
+        self._quick(asked, seconds=_REPLACE_SECONDS)
+        self.broken, self.weights = None, Weights()
+        return ranks
 
     def _recover(self) -> list[RecoverReport]:
         """Replace the transports of every rank, and return what each had done by then."""
@@ -255,7 +298,7 @@ class Engines:
     def _quick_reports(self, verb: str, request: Any) -> list[Any]:
         """Ask every engine for what must work, and return the reports by rank."""
         try:
-            replies = self._quick(verb, dict.fromkeys(self._ranks, request))
+            replies = self._quick({engine_id: (verb, request) for engine_id in self._ranks})
             return [reply.report for reply in sorted(replies, key=lambda reply: reply.rank)]
         except EngineDiedError:
             raise
@@ -263,54 +306,27 @@ class Engines:
             self.broken = FsdpError(f"{error}; type %fsdp_restart for fresh engines")
             raise self.broken from None
 
-    def _quick(self, verb: str, requests: Mapping[int, Any]) -> list[Reply]:
+    def _quick(
+        self, asked: Mapping[int, tuple[str, Any]], *, seconds: float = _QUICK_SECONDS
+    ) -> list[Reply]:
         """Ask engines, by id, for something short that runs none of the person's code."""
-        ranks = {engine_id: self._ranks[engine_id] for engine_id in requests}
+        ranks = {engine_id: self._ranks[engine_id] for engine_id in asked}
+        verbs = " and ".join(sorted({verb for verb, _ in asked.values()}))
         with self._interruptions:
             outcome = Follower(
                 ranks=ranks,
-                events=self.cluster.send(verb, requests),
+                events=self.cluster.send_each(asked),
                 output=Output(list(ranks.values()), screen=Nowhere()),
                 interruptions=self._interruptions,
-                escalation=_Patience(),
-                timeout=_QUICK_SECONDS,
+                escalation=Patience(self),
+                timeout=seconds,
             ).follow()
-        self._check_dead(outcome.dead)
+        self._stuck = self._engines_of(outcome.stuck)
+        self._check_dead()
         for reply in outcome.replies.values():
             if reply.failure is not None:
                 failure = reply.failure
-                raise FsdpError(f"{verb} failed: {failure.exception_type}: {failure.message}")
+                raise FsdpError(f"{verbs} failed: {failure.exception_type}: {failure.message}")
         if outcome.failed:
-            raise FsdpError(f"{verb} did not end on every engine within {_QUICK_SECONDS:.0f} s")
-        return [outcome.replies[ranks[engine_id]] for engine_id in requests]
-
-
-class _Escalation:
-    """An interrupted cell: SIGINT, then broken transports. A run: a clean stop first."""
-
-    def __init__(self, engines: Engines, engine_ids: list[int], run: Run | None) -> None:
-        self._engines = engines
-        self._engine_ids = engine_ids
-        self._run = run
-
-    def ask(self) -> float:
-        cluster = self._engines.cluster
-        if self._run is not None:
-            cluster.page.stop(self._run.run_id)
-            return float("inf")
-        cluster.interrupt(self._engine_ids)
-        return 1.0
-
-    def force(self) -> None:
-        self._engines.cluster.interrupt(self._engine_ids)
-        self._engines.release()
-
-
-class _Patience:
-    """A short request of our own is not interrupted; it ends by itself."""
-
-    def ask(self) -> float:
-        return float("inf")
-
-    def force(self) -> None:
-        return
+            raise FsdpError(f"{verbs} did not end on every engine within {seconds:.0f} s")
+        return list(outcome.replies.values())

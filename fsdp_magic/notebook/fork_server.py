@@ -124,10 +124,14 @@ class ForkServer:
         """What it printed."""
         return os.pread(self._log, _LOG_BYTES, 0).decode(errors="replace")
 
+    @property
+    def alive(self) -> bool:
+        """Whether it is there."""
+        return not self._closed and self._process.poll() is None
+
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Return whether it lives, and engines from it would be as if started now."""
-        alive = not self._closed and self._process.poll() is None
-        return alive and self._wanted == _place(environment)
+        return self.alive and self._wanted == _place(environment)
 
     def fork(
         self,

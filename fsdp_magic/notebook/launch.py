@@ -7,9 +7,6 @@ import logging
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -19,26 +16,17 @@ from typing import Any, TypeVar
 
 import ipyparallel
 import psutil
-from ipyparallel.cluster.launcher import (
-    LocalControllerLauncher,
-    LocalEngineLauncher,
-    LocalEngineSetLauncher,
-)
+from ipyparallel.cluster.launcher import LocalEngineSetLauncher
 from traitlets.config import Config
 
-from fsdp_magic.core.channel import CHANNEL_VARIABLE
-from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.forking import ForkRequest, Role
-from fsdp_magic.core.protocol import DIGESTS, LOCAL_ORDER_VARIABLE
-from fsdp_magic.notebook.fork_server import ForkedProcess, ForkServer
+from fsdp_magic.core.protocol import DIGESTS
+from fsdp_magic.notebook.fork_server import ForkServer
+from fsdp_magic.notebook.launchers import COMMAND, ControllerLauncher, EngineLauncher
 
 _LOG = logging.getLogger(f"{__name__}.ipyparallel")
 _LOG.setLevel(logging.CRITICAL)  # it repeats the engines' logs, which we show where they matter
-_OWN_LOG = logging.getLogger(__name__)
 _STOP_SECONDS = 2.0
 _CHECK_SECONDS = 0.05
-_COMMAND = (sys.executable, "-P", "-m")
-"""-P: no module of the person's that is called as one of Python's own takes its place."""
 _Result = TypeVar("_Result")
 
 CONTROLLER_ARGUMENTS = (
@@ -56,6 +44,8 @@ ENGINE_ARGUMENTS = (
     "--IPEngine.wait_for_url_file=60",
     # the kernel signals engines and tells the hub of their ends; a process each does not have to
     "--IPEngine.enable_nanny=False",
+    # an engine does without the controller; a watcher, not a missed beat, ends it
+    "--IPEngine.max_heartbeat_misses=0",
 )
 
 
@@ -87,6 +77,11 @@ class LoopThread:
             raise
         return future.result()
 
+    def is_free(self, *, seconds: float) -> bool:
+        """Return whether the loop takes something new within a time."""
+        future = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        return bool(wait([future], timeout=seconds).done)
+
     def later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Call something on the loop after a time."""
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, callback)
@@ -108,8 +103,8 @@ def ipyparallel_cluster(directory: str, n: int, server: ForkServer | None) -> An
         server: makes the processes; None: each is started by itself.
     """
     config = Config()
-    config.LocalControllerLauncher.controller_cmd = [*_COMMAND, "fsdp_magic.engine.controller"]
-    config.LocalEngineSetLauncher.engine_cmd = [*_COMMAND, "fsdp_magic.engine"]
+    config.LocalControllerLauncher.controller_cmd = [*COMMAND, "fsdp_magic.engine.controller"]
+    config.LocalEngineSetLauncher.engine_cmd = [*COMMAND, "fsdp_magic.engine"]
     config.LocalEngineSetLauncher.engine_args = list(ENGINE_ARGUMENTS)
     config.LocalEngineSetLauncher.delay = 0.0
 
@@ -138,126 +133,12 @@ def ipyparallel_cluster(directory: str, n: int, server: ForkServer | None) -> An
     )
 
 
-class _Forked:
-    """What a launcher does differently if a fork server makes its process.
-
-    Attributes:
-        fork_server: makes the process; None, or if it cannot: it is started by itself.
-        channel: the kernel's side of an engine's channel.
-    """
-
-    role: Role
-    fork_server: ForkServer | None = None
-    channel: socket.socket | None = None
-    _forked: ForkedProcess | None = None
-
-    def start(self: Any) -> None:
-        """Make the process."""
-        if self.role == "controller":
-            self._make(None)
-            return
-        self.channel, theirs = socket.socketpair()
-        with theirs:
-            self._make(theirs)
-
-    def close_channel(self) -> None:
-        """Close the kernel's side of the channel; safe to call twice."""
-        if self.channel is not None:
-            self.channel.close()
-
-    def _make(self: Any, theirs: socket.socket | None) -> None:
-        self._forked = None if self.fork_server is None else self._fork(theirs)
-        if self._forked is None:
-            self._spawn(theirs)
-            return
-        self.pid = self._forked.pid
-        with suppress(psutil.NoSuchProcess):
-            self.process = psutil.Process(self.pid)
-        self.notify_start(self.pid)
-
-    def _fork(self: Any, theirs: socket.socket | None) -> ForkedProcess | None:
-        """Ask the fork server for the process."""
-        self.loop  # noqa: B018  # found here, in its own thread
-        request = ForkRequest(
-            number=self.fork_server.next_number(),
-            role=self.role,
-            arguments=tuple(self.args[len(_COMMAND) + 1 :]),
-            environment={**os.environ, **self.get_env()},
-            directory=os.path.abspath(self.work_dir),
-            output=self.output_file,
-            channel=theirs is not None,
-        )
-        answer = self.fork_server.fork(request, on_end=self._say_end, channel=theirs)
-        if isinstance(answer, ForkedProcess):
-            return answer
-        if self.fork_server.killed:
-            raise FsdpError("the start was given up")
-        _OWN_LOG.warning("engines are started one by one, which takes longer: %s", answer)
-        return None
-
-    def _spawn(self: Any, theirs: socket.socket | None) -> None:
-        """Start the process by itself."""
-        environment, passed = {**os.environ, **self.get_env()}, []
-        if theirs is not None:
-            passed = [theirs.fileno()]
-            environment[CHANNEL_VARIABLE] = str(theirs.fileno())
-        with open(self.output_file, "ab") as output:
-            self._popen_process = subprocess.Popen(
-                self.args,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                cwd=self.work_dir,
-                pass_fds=passed,
-                start_new_session=True,
-            )
-        self.pid = self._popen_process.pid
-        self.process = psutil.Process(self.pid)
-        self.notify_start(self.pid)
-        self._start_waiting()
-
-    def signal(self: Any, number: int) -> None:
-        """Send the process a signal, if it is there."""
-        if self._forked is not None:
-            self._forked.send_signal(number)
-            return
-        with suppress(psutil.NoSuchProcess):
-            super().signal(number)  # type: ignore[misc]  # of the launcher beside this class
-
-    def _say_end(self: Any, exit_code: int | None) -> None:
-        """Tell ipyparallel that the process has ended; runs in the fork server's thread."""
-        data = {"exit_code": exit_code, "pid": self.pid, "identifier": self.identifier}
-        with suppress(RuntimeError):  # the loop was closed: nobody wants to know
-            self.loop.add_callback(self.notify_stop, data)
-
-    async def join(self: Any, timeout: float | None = None) -> None:
-        """Wait for the process to end."""
-        if self._forked is None:
-            await super().join(timeout)  # type: ignore[misc]  # of the launcher beside this class
-        elif not self._forked.wait(timeout):
-            raise TimeoutError(f"process {self.pid} did not end in {timeout} seconds")
-
-
-class ControllerLauncher(_Forked, LocalControllerLauncher):  # type: ignore[misc]  # untyped
-    """A local controller."""
-
-    role = "controller"
-
-
-class EngineLauncher(_Forked, LocalEngineLauncher):  # type: ignore[misc]  # untyped
-    """A local engine that knows its place among the others."""
-
-    role = "engine"
-
-    def get_env(self) -> dict[str, str]:
-        """Return the variables to set; the identifier is the engine's place."""
-        return {**super().get_env(), LOCAL_ORDER_VARIABLE: self.identifier}
-
-
 def process_of(launcher: Any) -> psutil.Process | None:
-    """Return the process that a launcher started, if it did."""
-    return launcher.process if launcher is not None and launcher.process is not None else None
+    """Return the process that a launcher started, if it did and the process has not ended."""
+    if launcher is None or launcher.state == "after":  # its id may be somebody else's by now
+        return None
+    process: psutil.Process | None = launcher.process
+    return process
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:

@@ -7,8 +7,9 @@ import itertools
 import weakref
 from typing import Any, Self
 
-from fsdp_magic.core.errors import CellInterrupted, UsageError
+from fsdp_magic.core.errors import CellInterrupted, FsdpError, UsageError
 from fsdp_magic.core.specs import InitSpec
+from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.fork_server import ForkServer, kernel_directory
 from fsdp_magic.notebook.history import History
@@ -26,6 +27,7 @@ class Lifetime:
 
     Attributes:
         plan: the world that was started.
+        restarted: what the last restart did, where that is more than fresh engines.
     """
 
     def __init__(self, spec: InitSpec, *, server: ForkServer | None = None) -> None:
@@ -33,6 +35,7 @@ class Lifetime:
         self._history = History()
         self._names = itertools.count(1)
         self.plan = plan_world(spec)
+        self.restarted = ""
         self._server = server
         self._engines: Engines | None = None
         self._interruptions = Interruptions()
@@ -42,17 +45,40 @@ class Lifetime:
             self._start()
 
     def restart(self) -> Self:
-        """Replace every engine by a fresh one; variables and models on them are gone.
+        """Replace the engines that have ended or are stuck; if none has, every engine.
+
+        Those that live keep their variables, but a sharded model has lost shards. On fresh
+        engines there are no variables. ``restarted`` says what was done.
 
         Raises:
-            CellInterrupted: if it was interrupted; there are no engines then.
+            CellInterrupted: if it was interrupted; there are no fresh engines then.
         """
         kernel_directory()  # what cannot be started must not cost the engines that run
         with self._interruptions:
-            self._stop_engines()
-            self._history.leave_engines()
-            self._start()
+            if not self._replace_lost():
+                self._stop_engines()
+                self._history.leave_engines()
+                self._start()
         return self
+
+    def _replace_lost(self) -> bool:
+        """Replace the engines that are lost, and return whether that was enough."""
+        self.restarted, engines = "", self._engines
+        if engines is None or not 0 < len(engines.lost) < self.world_size:
+            return False
+        try:
+            ranks = engines.replace()
+        except FsdpError as error:
+            why = str(error).partition("\n")[0]
+            self.restarted = f"every rank has a fresh engine, because {why}"
+            return False
+        self._history.leave_engines()
+        kept = tuple(rank for rank in range(self.world_size) if rank not in ranks)
+        self.restarted = (
+            f"rank {ranks_text(ranks)} has a fresh engine, rank {ranks_text(kept)} kept its "
+            f"variables; run the cells again that made those of rank {ranks_text(ranks)}"
+        )
+        return True
 
     def shutdown(self) -> None:
         """End the engines; nothing of them is left. Safe to call twice."""

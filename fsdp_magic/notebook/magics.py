@@ -136,9 +136,12 @@ class FsdpMagics(Magics):
 
     @line_magic
     def fsdp_restart(self, line: str) -> None:
-        """Replace every engine by a fresh one."""
+        """Replace the engines that died; if none did, every engine by a fresh one."""
         parse(line, EmptySpec, magic="%fsdp_restart")
-        (sessions.restartable() or self._session()).restart().status()
+        session = (sessions.restartable() or self._session()).restart()
+        session.status()
+        if session.restarted:
+            display.write("stdout", f"{session.restarted}\n")
         px.stand_in(self.shell)
 
     @line_magic

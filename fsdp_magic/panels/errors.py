@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_magic.core.protocol import Failure, FailureKind
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.protocol import Failure, FailureKind, OutOfMemory
+from fsdp_magic.core.units import bytes_text, ranks_text
 from fsdp_magic.panels.parts import one_line, plain
 
 WHAT_HAPPENED: dict[FailureKind, str] = {
@@ -23,6 +23,8 @@ WHAT_HAPPENED: dict[FailureKind, str] = {
     "diverged": "did something else than the others",
 }
 _MOST_PLACES, _MOST_MESSAGES = 4, 8
+_MUCH_MORE = 1.1
+"""Used over allocated from which both are told."""
 _BOLD, _NORMAL = "\x1b[1m", "\x1b[0m"
 
 
@@ -41,6 +43,9 @@ class _Place:
     @property
     def heading(self) -> str:
         """Which ranks, and what happened there."""
+        memory = self.failure.memory
+        if memory is not None:
+            return f"{_ranks(tuple(self.messages))} {one_line(_full(memory))}"
         words = WHAT_HAPPENED[self.failure.kind]
         if self.failure.kind == "raised":
             words += f" {one_line(self.failure.exception_type)}"
@@ -48,7 +53,9 @@ class _Place:
 
     @property
     def lines(self) -> list[str]:
-        """Traceback, what was raised, and notes."""
+        """Traceback, what was raised, and notes; of a full device the heading says all."""
+        if self.failure.memory is not None:
+            return [plain(note) for note in self.failure.notes]
         traceback = plain(self.failure.traceback).strip("\n")
         notes = [plain(note) for note in self.failure.notes]
         return [*([traceback] if traceback else []), *self._raised(), *notes]
@@ -101,16 +108,34 @@ def _lines(
 _RELEASED = WHAT_HAPPENED["released"]
 
 
+def _full(memory: OutOfMemory) -> str:
+    """Return what a person reads of a full device: where, the numbers, and what to try."""
+    where = f" {memory.where}" if memory.where else ""
+    asked = "more was" if memory.asked_bytes is None else f"{bytes_text(memory.asked_bytes)} were"
+    allocated = f"{bytes_text(memory.allocated_bytes)} of {bytes_text(memory.capacity_bytes)}"
+    most = min(memory.used_bytes, memory.capacity_bytes or memory.used_bytes)
+    used = f", {bytes_text(most)} used" if most > _MUCH_MORE * memory.allocated_bytes else ""
+    advice = f"; {memory.advice}" if memory.advice else ""
+    return f"ran out of memory{where}: {asked} asked for, {allocated} allocated{used}{advice}"
+
+
 def _places(exceptions: Mapping[int, Failure]) -> Sequence[_Place]:
     """Return failures at the same place together, in the order of their first ranks."""
     places: dict[Failure, _Place] = {}
     for rank in sorted(exceptions):
         failure = exceptions[rank]
-        place = places.setdefault(
-            replace(failure, message=""), _Place(failure=failure, messages={})
-        )
+        place = places.setdefault(_without_numbers(failure), _Place(failure=failure, messages={}))
         place.messages[rank] = failure.message
     return list(places.values())
+
+
+def _without_numbers(failure: Failure) -> Failure:
+    """Return a failure without what differs between ranks that failed in the same way."""
+    memory = failure.memory
+    if memory is None:
+        return replace(failure, message="")
+    alike = replace(memory, asked_bytes=None, allocated_bytes=0, used_bytes=0)
+    return replace(failure, message="", memory=alike)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

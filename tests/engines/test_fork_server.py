@@ -101,6 +101,8 @@ def test_engines_outlive_their_server_and_their_own_end_is_still_seen_at_once(
         session.run("if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()", show=False)
     assert time.monotonic() - started < 1.0
     session.restart()
+    assert results(session, "import torch.distributed as dist; dist.barrier(); rank") == ["0", "1"]
+    session.restart()
     assert server_pid(session) != server
     assert results(session, "rank") == ["0", "1"]
 

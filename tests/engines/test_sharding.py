@@ -9,6 +9,8 @@ from coverings import pairwise
 from equality import assert_equal
 from programs import Program, in_one_process, on_engines
 
+from fsdp_magic.notebook.session import Session
+
 STRATEGIES = ("full_shard", "shard_grad_op")
 
 START = """
@@ -140,3 +142,18 @@ def test_gradient_checkpointing_of_transformers_equals_one_process(session, reen
     )
     measured = equality.on_engines(session, checkpointed, accumulate=2, strategy=strategy)
     assert_equal(measured, equality.single_process(case), tolerance=1e-9)
+
+
+def test_looking_at_the_ranks_calls_no_model(session: Session) -> None:
+    """The name of a model that was replaced, ``model (1)``, was once evaluated: a call."""
+    code = """
+import torch
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = [model]
+"""
+    session.model(code, show=False)
+    session.run("earlier = model", show=False)
+    session.model(code, show=False)
+    session.status(show=False)
+    session.train("loss = model(torch.ones(1, 3)).sum()", show=False)

@@ -45,6 +45,8 @@ class FakeSession:
         self._note("pull", (expression,), options)
         return self.values[expression]
 
+    restarted = "rank 1 has a fresh engine"
+
     def restart(self) -> FakeSession:
         self._note("restart", (), {})
         return self

@@ -1,0 +1,56 @@
+"""ENGINE: ``--memory-limit``: a CPU rank runs out of memory where a device of that size would.
+
+The operating system refuses more (``RLIMIT_DATA``) while the person's code runs, and only then:
+what the engine does for itself must not fail. It reads requests, and starts threads for new
+transports, also when the person's variables leave no room.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fsdp_magic.core.units import MIB
+
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, MIB
+"""From which size on malloc maps memory for each request. Source: malloc.h of glibc."""
+_OWN_BYTES = 64 * MIB
+"""Room beyond the limit for the engine's own threads and messages."""
+_LIMIT: list[int] = []
+"""What ``RLIMIT_DATA`` may count while the person's code runs; empty: no limit."""
+
+
+def fix(limit_bytes: int) -> None:
+    """Set the limit, counted from here: the last thing of joining."""
+    # a freed tensor goes back to the system, as on a device, and leaves no hole in a heap
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    _LIMIT[:] = [_data_bytes() + limit_bytes + _OWN_BYTES]
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Keep to the limit inside."""
+    if not _LIMIT:
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT[0], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes() -> int:
+    """Return what RLIMIT_DATA counts for this process.
+
+    Source: ``VmData`` of /proc/self/status (proc(5)).
+    """
+    with open(f"/proc/{os.getpid()}/status") as file:
+        for line in file:
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmData")
