@@ -121,6 +121,7 @@ class Restoration:
         """
         waiting, file = self._waiting, self._snapshots.file
         if waiting is None or file is None or waiting.number != self._snapshots.newest:
+            self._waiting = None
             return []
         with file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
