@@ -8,11 +8,13 @@ next run. All ranks load or none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -37,8 +39,8 @@ class _Waiting:
 
     number: int
     models: set[str] = field(default_factory=set)
-    optimizers: list[Optimizer] = field(default_factory=list)
-    schedulers: list[LRScheduler] = field(default_factory=list)
+    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
 
 
 class Restoration:
@@ -71,29 +73,19 @@ class Restoration:
         assert self._snapshots.file is not None
         with self._snapshots.file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
-            found = subjects.models
-            differences = [
-                unpacker.difference(n, found[n], kept) if n in found else f"{n} is gone"
-                for n, kept in content.models.items()
-            ]
-            differences += [
-                f"{n} is another one now"
-                for n, kept in content.optimizers.items()
-                if n not in subjects.optimizers
-                or not unpacker.is_like(subjects.optimizers[n], kept)
-            ]
-            differing = self._first_of_all(differences)
+            differing = self._first_of_all(_differences(unpacker, content, subjects))
             if differing:
                 note = f"the snapshot of step {content.step:,} does not fit: {differing}"
                 return RestoreReport(step=None, notes=(note,))
             self._put_back(unpacker, content, subjects)
+            self._count_from(unpacker, content)
             randomness.restore(unpacker.unpack(content.process))
-        mark = self._snapshots.mark
-        if mark is not None:
-            self._keeper.position.back(mark)
+        self._waiting = None
+        if self._snapshots.mark is not None:
+            self._keeper.position.back(self._snapshots.mark)
         return _report(content)
 
-    def restore_models(self, names: Iterable[str]) -> RestoreReport:
+    def restore_models(self, names: Container[str]) -> RestoreReport:
         """Put what a lost engine had into models that were built anew, and wait for the rest.
 
         Collective: every rank must call this.
@@ -106,26 +98,18 @@ class Restoration:
         assert self._snapshots.file is not None
         with self._snapshots.file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
-            found, kept = self._snapshots.subjects().models, content.models
-            differing = self._first_of_all(
-                [
-                    unpacker.difference(name, found[name], kept[name])
-                    if name in kept
-                    else f"it holds no {name}, but {', '.join(kept) or 'no model'}"
-                    for name in names
-                ]
-            )
+            built = {n: m for n, m in self._snapshots.subjects().models.items() if n in names}
+            differing = self._first_of_all(_differences_of_built(unpacker, content, built))
             if differing:
                 note = f"the snapshot of step {content.step:,} was not loaded: {differing}"
                 return RestoreReport(step=None, notes=(note,))
             if self._waiting is None or self._waiting.number != self._snapshots.newest:
                 self._waiting = _Waiting(number=self._snapshots.newest)
-            for name in names:
-                unpacker.module(found[name], kept[name])
+            for name, module in built.items():
+                unpacker.module(module, content.models[name])
                 self._waiting.models.add(name)
             self._put_back_rest(unpacker, content, self._waiting)
-            self._keeper.steps, self._keeper.epoch = content.step, content.epoch
-            self._keeper.randomness.state = unpacker.unpack(content.training)
+            self._count_from(unpacker, content)
             self._keeper.position.expect(content.places)
         return _report(content, notes=_sequential(content))
 
@@ -135,21 +119,19 @@ class Restoration:
         Returns:
             Sentences about what did not find its place.
         """
-        waiting, self._waiting = self._waiting, None
-        file = self._snapshots.file
+        waiting, file = self._waiting, self._snapshots.file
         if waiting is None or file is None or waiting.number != self._snapshots.newest:
+            self._waiting = None
             return []
         with file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
             self._put_back_rest(unpacker, content, waiting)
             self._keeper.randomness.outside = unpacker.unpack(content.process)
+        self._waiting = None
         subjects = self._snapshots.subjects()
         missing = [n for n in content.models if n not in waiting.models]
-        missing += [
-            name
-            for name in content.optimizers
-            if not any(subjects.optimizers.get(name) is o for o in waiting.optimizers)
-        ]
+        put_back = {n for n, each in subjects.optimizers.items() if each in waiting.optimizers}
+        missing += [name for name in content.optimizers if name not in put_back]
         if not missing:
             return []
         return [f"not put back from the snapshot: {', '.join(missing)}; made anew or unlike it"]
@@ -166,35 +148,45 @@ class Restoration:
         for name, state in content.schedulers.items():
             if name in subjects.schedulers:
                 subjects.schedulers[name].load_state_dict(unpacker.unpack(state))
+
+    def _count_from(self, unpacker: Unpacker, content: Content) -> None:
+        """Have the next run go on from there."""
         self._keeper.steps, self._keeper.epoch = content.step, content.epoch
         self._keeper.randomness.state = unpacker.unpack(content.training)
 
     def _put_back_rest(self, unpacker: Unpacker, content: Content, waiting: _Waiting) -> None:
         """Put back what stands beside the models and belongs to those that were put back."""
         subjects = self._snapshots.subjects()
-        trained = {id(p) for n in waiting.models for p in subjects.models[n].parameters()}
         for name, module in subjects.modules.items():
             if name in content.modules:
                 unpacker.module(module, content.modules[name])
+        models = [m for n, m in subjects.models.items() if n in waiting.models]
+        trained = {id(p) for model in models for p in model.parameters()}
         for name, optimizer in subjects.optimizers.items():
             kept = content.optimizers.get(name)
-            if kept is None or any(optimizer is each for each in waiting.optimizers):
+            if kept is None or optimizer in waiting.optimizers:
                 continue
             shards = {id(p) for p in parameters_of(optimizer) if isinstance(p, DTensor)}
             if shards <= trained and unpacker.is_like(optimizer, kept):
                 unpacker.optimizer(optimizer, kept)
-                waiting.optimizers.append(optimizer)
-        late = False
+                waiting.optimizers.add(optimizer)
+        self._put_back_schedulers(unpacker, content, subjects)
+
+    def _put_back_schedulers(
+        self, unpacker: Unpacker, content: Content, subjects: Subjects
+    ) -> None:
+        """Put schedulers back whose optimizers were, and the learning rates that making one set."""
+        assert self._waiting is not None
+        waiting = self._waiting
         for name, scheduler in subjects.schedulers.items():
-            known = any(scheduler is each for each in waiting.schedulers)
-            if name in content.schedulers and not known and _steps(scheduler, waiting.optimizers):
-                scheduler.load_state_dict(unpacker.unpack(content.schedulers[name]))
-                waiting.schedulers.append(scheduler)
-                late = True
-        if late:  # making a scheduler set the learning rates of its first step
-            for name, optimizer in subjects.optimizers.items():
-                if any(optimizer is each for each in waiting.optimizers):
-                    unpacker.groups(optimizer, content.optimizers[name])
+            optimizer = getattr(scheduler, "optimizer", None)
+            if name not in content.schedulers or scheduler in waiting.schedulers:
+                continue
+            for own, each in subjects.optimizers.items():
+                if each is optimizer and each in waiting.optimizers:
+                    scheduler.load_state_dict(unpacker.unpack(content.schedulers[name]))
+                    unpacker.groups(each, content.optimizers[own])
+                    waiting.schedulers.add(scheduler)
 
     def _first_of_all(self, differences: list[str]) -> str:
         """Return the first difference that any rank found; nothing: there is none anywhere.
@@ -225,7 +217,29 @@ def _sequential(content: Content) -> tuple[str, ...]:
     )
 
 
-def _steps(scheduler: LRScheduler, optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether a scheduler is of one of the optimizers."""
-    own = getattr(scheduler, "optimizer", None)
-    return any(own is optimizer for optimizer in optimizers)
+def _differences(unpacker: Unpacker, content: Content, subjects: Subjects) -> list[str]:
+    """Return in what the objects of a snapshot are no longer those that are there."""
+    differences = [
+        unpacker.difference(name, subjects.models[name], kept)
+        if name in subjects.models
+        else f"{name} is gone"
+        for name, kept in content.models.items()
+    ]
+    optimizers = subjects.optimizers
+    return differences + [
+        f"{name} is another one now"
+        for name, kept in content.optimizers.items()
+        if name not in optimizers or not unpacker.is_like(optimizers[name], kept)
+    ]
+
+
+def _differences_of_built(
+    unpacker: Unpacker, content: Content, built: Mapping[str, nn.Module]
+) -> list[str]:
+    """Return in what models that were built are unlike those of a snapshot."""
+    return [
+        unpacker.difference(name, module, content.models[name])
+        if name in content.models
+        else f"it holds no {name}, but {', '.join(content.models) or 'no model'}"
+        for name, module in built.items()
+    ]

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fsdp_magic.engine import modeling
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.position import Place
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.snapshot_files import SnapshotReader
@@ -97,9 +97,10 @@ class Subjects:
     schedulers: dict[str, LRScheduler]
 
 
-def subjects_of(namespace: Mapping[str, Any], models: Iterable[ShardedModel]) -> Subjects:
-    """Return what names lead to."""
-    sharded = {model.name: model.module for model in models if model.alive}
+def subjects_of(namespace: Mapping[str, Any], models: modeling.Models) -> Subjects:
+    """Return what names lead to, not what was replaced and only lives on."""
+    names = modeling.bound_names(models, namespace)
+    sharded = {name: models[name].module for name in names}
     ours = {id(module) for module in sharded.values()}
     found = reachable(namespace, nn.Module)
     return Subjects(

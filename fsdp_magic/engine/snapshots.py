@@ -146,9 +146,8 @@ class Snapshots:
 
     def subjects(self) -> Subjects:
         """Return what training changes on this rank."""
-        models = list(self._keeper.models.values())
-        _show_shards(models)
-        return subjects_of(self._keeper.namespace, models)
+        _show_shards(self._keeper.models.values())
+        return subjects_of(self._keeper.namespace, self._keeper.models)
 
 
 def _show_shards(models: Iterable[ShardedModel]) -> None:

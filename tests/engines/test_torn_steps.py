@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
 
-from fsdp_magic.errors import CellFailedError, UsageError
+from fsdp_magic.errors import CellFailedError, CellInterrupted, UsageError
 from fsdp_magic.notebook.session import Session
 
 BUILD = """
@@ -18,6 +21,7 @@ first = torch.optim.AdamW(model[0].parameters(), lr=0.1)
 second = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(first, 2, gamma=0.5)
 data = list(torch.randn(48, 4))
+once = (batch for batch in torch.randn(20, 3, 4))
 seen, breaking = [], None
 
 def broken(*args):
@@ -43,7 +47,7 @@ OPTIONS: dict[str, Any] = {
 def torn(session: Session, ranks: tuple[int, ...], **options: Any) -> CellFailedError:
     session.run(f"breaking = {ranks}", show=False)
     with pytest.raises(CellFailedError, match="broken optimizer") as caught:
-        session.train(CELL, steps=8, **OPTIONS, **options)
+        session.train(CELL, steps=8, **{**OPTIONS, **options})
     session.run("breaking = None", show=False)
     assert caught.value.is_torn
     assert caught.value.run.steps == 5
@@ -64,19 +68,22 @@ def test_without_a_snapshot_training_is_refused_until_the_model_is_built_again(s
     assert session.train(CELL, steps=1, **OPTIONS).state == "done"
 
 
-@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
-def test_with_a_snapshot_every_rank_is_put_back_and_goes_on_exactly(session, ranks):
+@pytest.mark.parametrize(("data", "ranks"), [("data", (0,)), ("once", (0, 1))])
+def test_with_a_snapshot_every_rank_is_put_back_and_goes_on_exactly(session, data, ranks):
+    options = {**OPTIONS, "data": data}
+    if data == "once":  # an iterator, which cannot be read again
+        options["micro_batch_size"] = None
     session.model(BUILD, show=False)
-    reference = session.train(CELL, steps=8, **OPTIONS)
+    reference = session.train(CELL, steps=8, **options)
     expected = session.pull("left(), seen", rank="all")
     session.run("del model, first, second, scheduler", show=False)
     session.run(RANDOM_AGAIN, show=False)
     session.model(BUILD, show=False)
-    error = torn(session, ranks, snapshot_every=2)
+    error = torn(session, ranks, snapshot_every=2, **options)
     assert str(error).endswith("every rank is back at the snapshot of step 4.")
     assert [status.steps for status in session.status(show=False)] == [4, 4]
     session.run("del seen[4:]", show=False)
-    second = session.train(CELL, resume=True, **OPTIONS)
+    second = session.train(CELL, resume=True, **options)
     assert (second.first_step, second.steps) == (4, 4)
     assert error.run.losses[:4] + second.losses == reference.losses
     assert session.pull("left(), seen", rank="all") == expected
@@ -147,3 +154,18 @@ def test_a_torn_step_of_a_trial_is_put_back_with_the_rest(session):
     assert not caught.value.is_torn
     assert session.pull(weights, rank="all") == before
     assert session.train(CELL, steps=1, **OPTIONS).state == "done"
+
+
+def test_an_interrupt_that_tears_a_step_says_so(session):
+    session.model(BUILD, show=False)
+    session.run("import time", show=False)
+    cell = (
+        "loss = model(batch).pow(2).mean()\nloss.backward()\n"
+        "if rank == 0: first.step()\ntime.sleep(60)"
+    )
+    for delay in (0.8, 1.2):
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(CellInterrupted, match="The step is torn"):
+        session.train(cell, manual=True, data="data", micro_batch_size=4, show=False)
+    with pytest.raises(UsageError, match="a step was torn"):
+        session.train(CELL, steps=1, **OPTIONS)

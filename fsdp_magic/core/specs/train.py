@@ -120,7 +120,7 @@ class TrainSpec(DataSpec):
         default=None,
         takes="N",
         completes="engines",
-        help="keep the whole training in memory every N steps, to go back to after a loss",
+        help="every N steps keep everything in host memory, for when an engine or a step is lost",
     )
     log: str | Callable[..., Any] | None = option(
         "--log",
