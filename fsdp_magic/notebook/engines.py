@@ -205,7 +205,7 @@ class Engines:
                 outcome.replies,
                 output,
                 timeout=timeout if outcome.timed_out else None,
-                deserted=outcome.waited if outcome.deserted else None,
+                hopeless=outcome.waited if outcome.hopeless else None,
             )
 
     def _check_dead(self, ranks: tuple[int, ...]) -> None:

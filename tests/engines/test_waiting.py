@@ -72,6 +72,20 @@ def test_a_rank_that_waits_for_one_that_has_left_is_ended(
     assert session.pull("model.weight").shape == (4, 4)
 
 
+def test_ranks_that_wait_for_each_other_are_ended(session: Session) -> None:
+    session.model(MODEL, show=False)
+    with pytest.raises(CellFailedError) as caught:
+        session.eval(
+            "if rank == 1: dist.barrier()\nloss = (batch * 2).sum()",
+            data="[torch.ones(4)] * 8",
+            show=False,
+        )
+    told = str(caught.value)
+    assert told.startswith("rank 0 is at a batch of the evaluation, rank 1 calls barrier (line 1")
+    assert "they wait for each other, and none can go on" in told
+    check_usable(session)
+
+
 def test_a_rank_that_works_while_others_have_left_or_all_work_is_left_alone(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:

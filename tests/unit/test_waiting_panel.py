@@ -98,14 +98,28 @@ def test_a_rank_that_does_not_answer_is_looked_up(still: int) -> None:
     assert view.places[0].doing == SILENT[0]
 
 
-def test_only_a_wait_for_ranks_that_have_left_is_hopeless() -> None:
+def test_only_a_wait_of_all_is_hopeless() -> None:
     ranks = Ranks({0: COMPUTES, 1: WAITS, 2: WAITS})
-    assert not ranks.watch.deserted(ranks.after(10))
+    assert not ranks.watch.hopeless(ranks.after(10)), "rank 0 may still come"
     ranks.left = {0}
-    assert not ranks.watch.deserted(ranks.after(0.1)), "what they said before it left is old"
-    assert ranks.watch.deserted(ranks.after(3))
-    ranks.places[2] = COMPUTES  # it may still come to what rank 1 waits in
-    assert not ranks.watch.deserted(ranks.after(3))
+    assert not ranks.watch.hopeless(ranks.after(0.1)), "what they said before it left is old"
+    assert ranks.watch.hopeless(ranks.after(3))
+    ranks.places[2] = COMPUTES
+    assert not ranks.watch.hopeless(ranks.after(3)), "rank 2 may set rank 1 free"
+    ranks.places[2] = Whereabouts(doing="calls recv", is_message=True, seconds=9.0)
+    assert not ranks.watch.hopeless(ranks.after(3)), "nobody knows whose message it waits for"
+
+
+def test_each_waiting_for_the_other_is_hopeless() -> None:
+    other = Whereabouts(doing="is at the start of a step", missing=(1,), seconds=6.0)
+    ranks = Ranks({0: other, 1: WAITS})
+    view = ranks.after(10)
+    assert view is not None
+    assert ranks.watch.hopeless(view)
+    assert waiting.hopeless(view).startswith(
+        "rank 0 is at the start of a step, rank 1 gathers `model` (line 5 of the cell: model(x)): "
+        "they wait for each other, and none can go on; every rank must run"
+    )
 
 
 def test_a_rank_that_computes_after_others_have_left_is_left_alone() -> None:
