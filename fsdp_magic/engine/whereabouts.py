@@ -23,6 +23,7 @@ from fsdp_magic.core.whereabouts import STACK_SIGNAL, Whereabouts, stack_file
 from fsdp_magic.engine.cell_sources import PREFIX
 from fsdp_magic.engine.collectives import DivergedError
 from fsdp_magic.engine.groups import is_broken_transport
+from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.surrogates import encodable
 from fsdp_magic.engine.tracebacks import is_persons
 from fsdp_magic.engine.world import World
@@ -37,8 +38,6 @@ _VOTES = {
     "evaluation.py": "is at a batch of the evaluation",
     "eval_batches.py": "is at a batch of the evaluation",
 }
-_BACKWARD = "_engine_run_backward"
-"""Torch's function that the main thread is in while a backward runs (torch/autograd/graph.py)."""
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
@@ -91,7 +90,7 @@ class Locator:
         """
         threads = {key: _standing(frame) for key, frame in sys._current_frames().items()}
         places = threads.pop(threading.main_thread().ident or 0, [])
-        if places and places[-1].function == _BACKWARD:
+        if places and places[-1].function == torch_private.BACKWARD_FUNCTION:
             for others in threads.values():
                 if any(_DISTRIBUTED in place.file for place in others):
                     places += others

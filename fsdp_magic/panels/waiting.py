@@ -82,6 +82,16 @@ def html(view: WaitingView) -> str:
     return f'<div style="margin-top:6px">{html_table(head, rows)}</div>{notes_html(_hints(view))}'
 
 
+def summary(view: WaitingView) -> str:
+    """Return who waits for whom, in a few words for the line of a log."""
+    waits = [
+        f"rank {ranks_text(ranks)} waits for rank {ranks_text(where.missing)}"
+        for where, ranks, _ in _together(view)
+        if where is not None and where.missing
+    ]
+    return ", ".join(waits[:_MOST_DEEDS])
+
+
 def diverged(failures: Mapping[int, Failure]) -> str:
     """Return the sentence of ranks that diverged; empty: they have not.
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from panel_records import view
 
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import Failure
 from fsdp_magic.core.whereabouts import Whereabouts, WhereReport
 from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.notebook.waiting import SILENT, WaitingWatch
-from fsdp_magic.panels import waiting
+from fsdp_magic.panels import training, waiting
 
 COMPUTES = Whereabouts(line=3, source="y = slow(x)")
 READS = Whereabouts(doing="reads data")
@@ -98,6 +99,16 @@ def test_a_rank_that_does_not_answer_is_looked_up(still: int) -> None:
     assert view.places[0].doing == SILENT[0]
 
 
+def test_what_ranks_said_at_different_moments_is_not_put_together() -> None:
+    ranks = Ranks({0: COMPUTES, 1: WAITS})
+    shown = ranks.after(6)
+    assert shown is not None
+    late = WhereReport(rank=1, number=ranks.questions - 1, where=COMPUTES)
+    ranks.watch.take(late, ranks.now)
+    now = ranks.now + 0.01
+    assert ranks.watch.look(now, inside={0, 1}, left=set()) is shown
+
+
 def test_only_a_wait_of_all_is_hopeless() -> None:
     ranks = Ranks({0: COMPUTES, 1: WAITS, 2: WAITS})
     assert not ranks.watch.hopeless(ranks.after(10)), "rank 0 may still come"
@@ -129,6 +140,16 @@ def test_a_rank_that_computes_after_others_have_left_is_left_alone() -> None:
 
 
 # ---------------------------------------------------------------- the table
+
+
+def test_a_training_panel_shows_the_table_beneath_and_who_waits_in_its_first_line() -> None:
+    table = waiting.WaitingView(places={0: COMPUTES, 1: WAITS}, hint="a hint")
+    html, text = training.html(view(waiting=table)), training.text(view(waiting=table))
+    assert text.splitlines()[0].endswith("rank 1 waits for rank 0")
+    assert waiting.text(table) in text
+    assert waiting.html(table) in html
+    assert training.html(view()) + waiting.html(table) != html, "it stands in the card"
+    assert len(waiting.html(table)) < 3_000
 
 
 def test_ranks_in_the_same_place_stand_in_one_row() -> None:
