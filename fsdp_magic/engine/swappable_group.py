@@ -6,6 +6,9 @@ every ``new_group()`` without a named backend, is a ``SwappableGroup``: a ``Proc
 forwards to an inner group by the tensor's device. When a cell fails, each rank breaks its inner
 groups, which frees every peer that waits in one; then all ranks make new inner groups in the
 same order, and the holders never notice.
+
+On the way through, each collective is compared with what the other ranks issue
+(``collectives.py``).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from fsdp_magic.core.whereabouts import STACK_SIGNAL, Whereabouts, stack_file
 from fsdp_magic.engine.cell_sources import PREFIX
 from fsdp_magic.engine.collectives import DivergedError
 from fsdp_magic.engine.groups import is_broken_transport
+from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.surrogates import encodable
 from fsdp_magic.engine.tracebacks import is_persons
 from fsdp_magic.engine.world import World
@@ -36,7 +37,6 @@ _VOTES = {
     "manual.py": "is at the end of a step",
     "evaluation.py": "is at a batch of the evaluation",
     "eval_batches.py": "is at a batch of the evaluation",
-    "agreement.py": "agrees on the data",
 }
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
@@ -84,15 +84,17 @@ class Locator:
         return self._of(places)
 
     def of_main_thread(self) -> Whereabouts:
-        """Return where the main thread is now; for another thread."""
-        frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-        places = []
-        while frame is not None:
-            places.append(
-                _Place(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
-            )
-            frame = frame.f_back
-        return self._of(places[::-1])
+        """Return where the main thread is now; for another thread.
+
+        In a backward on CUDA a thread of torch's runs the hooks that issue collectives.
+        """
+        threads = {key: _standing(frame) for key, frame in sys._current_frames().items()}
+        places = threads.pop(threading.main_thread().ident or 0, [])
+        if places and places[-1].function == torch_private.BACKWARD_FUNCTION:
+            for others in threads.values():
+                if any(_DISTRIBUTED in place.file for place in others):
+                    places += others
+        return self._of(places)
 
     def _of(self, places: Sequence[_Place]) -> Whereabouts:
         """Return where a rank is whose frames stand at some places, the outermost first."""
@@ -126,6 +128,15 @@ def _places(error: BaseException) -> list[_Place]:
         places.append(_Place(code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
     return places
+
+
+def _standing(frame: FrameType | None) -> list[_Place]:
+    places = []
+    while frame is not None:
+        code = frame.f_code
+        places.append(_Place(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return places[::-1]
 
 
 def _library_calls(places: Sequence[_Place]) -> Sequence[_Place]:

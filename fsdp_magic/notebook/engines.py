@@ -233,7 +233,7 @@ class Engines:
                 outcome.replies,
                 output,
                 timeout=timeout if outcome.timed_out else None,
-                deserted=outcome.waited if outcome.deserted else None,
+                hopeless=outcome.waited if outcome.hopeless else None,
             )
             error.is_torn = self.weights.torn_now
             if said:

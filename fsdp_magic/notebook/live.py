@@ -64,7 +64,7 @@ class Outcome:
         dead: ranks whose engine ended.
         stuck: ranks that did not come out in time.
         waited: where the ranks were when they last waited for each other; None: they never did.
-        deserted: whether they were stopped because they waited for ranks that had left.
+        hopeless: whether they were stopped because each waited for others that could never come.
     """
 
     replies: dict[int, Reply] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Outcome:
     dead: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
     waited: WaitingView | None = None
-    deserted: bool = False
+    hopeless: bool = False
 
     @property
     def failed(self) -> bool:
@@ -167,8 +167,8 @@ class Follower:
         if deadlines.give_up_at < float("inf"):  # they are being forced out
             return
         view = self.watch.look(now, inside=waiting, left=set(outcome.replies))
-        if self.watch.deserted(view):
-            outcome.waited, outcome.deserted, deadlines.force_at = view, True, now
+        if self.watch.hopeless(view):
+            outcome.waited, outcome.hopeless, deadlines.force_at = view, True, now
         elif self.on_waiting is not None:
             self.on_waiting(view)
         elif view is not None and (outcome.waited is None or not view.is_like(outcome.waited)):

@@ -44,7 +44,7 @@ def failure_of(
     output: Output,
     *,
     timeout: float | None = None,
-    deserted: WaitingView | None = None,
+    hopeless: WaitingView | None = None,
 ) -> CellFailedError:
     """Return the exception that tells why a cell failed.
 
@@ -52,8 +52,8 @@ def failure_of(
         replies: by rank.
         output: what the ranks printed.
         timeout: seconds after which it was stopped; None: it was not.
-        deserted: where the ranks were, if it was stopped because some waited for ranks that had
-            left.
+        hopeless: where the ranks were, if it was stopped because each waited for others that
+            could never come.
     """
     failures = {r: reply.failure for r, reply in replies.items() if reply.failure is not None}
     own = {r: f for r, f in failures.items() if f.kind != "released"} or failures
@@ -64,8 +64,8 @@ def failure_of(
     if not text:
         text = error_panel.text(own, released=released)
         lines = error_panel.coloured(own, released=released)
-    if deserted is not None and not diverged:
-        text = waiting.deserted(deserted)
+    if hopeless is not None and not diverged:
+        text = waiting.hopeless(hopeless)
         lines = text.splitlines()
     if timeout is not None:
         stopped = f"the cell was stopped after {timeout:g} s (--timeout)"

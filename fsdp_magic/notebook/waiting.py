@@ -118,21 +118,13 @@ class WaitingWatch:
         self._reports.clear()
         self._heard_at.clear()
 
-    def deserted(self, view: WaitingView | None) -> bool:
-        """Return whether every rank that still runs waits for one that has left.
+    def hopeless(self, view: WaitingView | None) -> bool:
+        """Return whether every rank that still runs waits for others, at the same moment.
 
-        Nothing can ever free those: a rank that has left takes part in nothing more.
+        Nothing can ever free them: whoever could come waits too, or has left.
         """
-        if view is None or not self._left:
-            return False
-        left = {rank for rank, where in view.places.items() if where is None}
-        inside = [where for where in view.places.values() if where is not None]
-        return all(
-            _waits(where)
-            and where.seconds >= self.wait_seconds
-            and left.intersection(where.missing)
-            for where in inside
-        )
+        inside = [] if view is None else [w for w in view.places.values() if w is not None]
+        return bool(inside) and all(w.missing and w.seconds >= self.wait_seconds for w in inside)
 
     def _place(self, rank: int, now: float) -> Whereabouts | None:
         """Return where a rank is; None: it has still time to say."""

@@ -65,6 +65,8 @@ def text(view: TrainingView) -> str:
     sign, word, _ = STATES[view.state]
     first, *rest = _rows(view)
     head = f"{sign} {word}{view.percentage}  step {_step_text(view)}  {figures_text(first[:3])}"
+    if view.waiting is not None:
+        head += f"  {waiting.summary(view.waiting)}"
     return "\n".join(
         [
             head,

@@ -29,6 +29,11 @@ from fsdp_magic.panels.parts import table as html_table
 _HEAD = ("rank", "line of the cell", "what it does", "since")
 _MOST_ROWS = 8
 _LINE, _DEED = 60, 90
+_MOST_DEEDS = 4
+_SAME_ORDER = (
+    "every rank must run the same parts of a sharded model, and the same collectives, in the same "
+    "order: make what it decides by the same on every rank"
+)
 LEFT = "has left the cell"
 COMPUTES = "computes"
 
@@ -77,6 +82,16 @@ def html(view: WaitingView) -> str:
     return f'<div style="margin-top:6px">{html_table(head, rows)}</div>{notes_html(_hints(view))}'
 
 
+def summary(view: WaitingView) -> str:
+    """Return who waits for whom, in a few words for the line of a log."""
+    waits = [
+        f"rank {ranks_text(ranks)} waits for rank {ranks_text(where.missing)}"
+        for where, ranks, _ in _together(view)
+        if where is not None and where.missing
+    ]
+    return ", ".join(waits[:_MOST_DEEDS])
+
+
 def diverged(failures: Mapping[int, Failure]) -> str:
     """Return the sentence of ranks that diverged; empty: they have not.
 
@@ -91,21 +106,26 @@ def diverged(failures: Mapping[int, Failure]) -> str:
         other = failures[peer].where if peer in failures else None
         deeds = {rank: _deed_of(rank, where), peer: _deed_of(peer, other)}
         return (
-            f"the ranks diverged: {', '.join(deeds[each] for each in sorted(deeds))}; every rank "
-            "must run the same parts of a sharded model, and the same collectives, in the same "
-            "order: make what it decides by the same on every rank"
+            f"the ranks diverged: {', '.join(deeds[each] for each in sorted(deeds))}; {_SAME_ORDER}"
         )
     return ""
 
 
-def deserted(view: WaitingView) -> str:
-    """Return the sentence of ranks that waited for others which had left the cell."""
-    deeds = [_deed_of(r, where) for r, where in sorted(view.places.items()) if where is not None]
+def hopeless(view: WaitingView) -> str:
+    """Return the sentence of ranks that all wait for others, which can never come."""
+    deeds = [
+        f"rank {ranks_text(ranks)} {one_line(where.doing)}{_in_line(where)}"
+        for where, ranks, _ in _together(view)
+        if where is not None
+    ]
+    told = ", ".join([*deeds[:_MOST_DEEDS], *(["…"] if len(deeds) > _MOST_DEEDS else [])])
     left = tuple(rank for rank, where in view.places.items() if where is None)
+    if not left:
+        return f"{told}: they wait for each other, and none can go on; {_SAME_ORDER}"
     return (
-        f"{', '.join(deeds)}, and rank {ranks_text(left)} has left the cell and will never come; "
-        "what needs every rank, such as a sharded model's forward, must run on every rank: take "
-        "it out of the `if`"
+        f"{told}, and rank {ranks_text(left)} has left the cell and will never come; what needs "
+        "every rank, such as a sharded model's forward, must run on every rank: take it out of "
+        "the `if`"
     )
 
 
@@ -130,18 +150,23 @@ def _without_time(places: Mapping[int, Whereabouts | None]) -> dict[int, Whereab
 
 
 def _rows(view: WaitingView) -> list[tuple[str, str, str, str]]:
-    """Return the rows, ranks in the same place together."""
-    places: dict[Whereabouts | None, list[int]] = {}
+    places = _together(view)
+    rows = [_row(*place) for place in places]
+    if len(rows) > _MOST_ROWS:
+        rest = sum(len(ranks) for _, ranks, _ in places[_MOST_ROWS:])
+        rows = [*rows[:_MOST_ROWS], (f"{rest} more", "", "", "")]
+    return rows
+
+
+def _together(view: WaitingView) -> list[tuple[Whereabouts | None, tuple[int, ...], float]]:
+    """Return each place with its ranks, and how long one of them has been there at most."""
+    ranks: dict[Whereabouts | None, list[int]] = {}
     longest: dict[Whereabouts | None, float] = {}
     for rank, where in sorted(view.places.items()):
         key = None if where is None else replace(where, seconds=0.0)
-        places.setdefault(key, []).append(rank)
+        ranks.setdefault(key, []).append(rank)
         longest[key] = max(longest.get(key, 0.0), 0.0 if where is None else where.seconds)
-    rows = [_row(where, tuple(ranks), longest[where]) for where, ranks in places.items()]
-    if len(rows) > _MOST_ROWS:
-        rest = sum(len(ranks) for ranks in list(places.values())[_MOST_ROWS:])
-        rows = [*rows[:_MOST_ROWS], (f"{rest} more", "", "", "")]
-    return rows
+    return [(where, tuple(on), longest[where]) for where, on in ranks.items()]
 
 
 def _row(

@@ -38,6 +38,7 @@ parameter = group.fsdp_params[0]
         "state._state_ctx.all_states == [state] and state._state_ctx.iter_forward_root is None",
         "callable(state._pre_forward) and callable(state._post_forward)",
         "isinstance(torch.distributed.distributed_c10d._world.group_count, int)",
+        "hasattr(torch.autograd.graph, torch_private.BACKWARD_FUNCTION)",
     ],
 )
 def test_a_private_name_is_where_it_was(session, expression):

@@ -72,12 +72,26 @@ def test_a_rank_that_waits_for_one_that_has_left_is_ended(
     assert session.pull("model.weight").shape == (4, 4)
 
 
+def test_ranks_that_wait_for_each_other_are_ended(session: Session) -> None:
+    session.model(MODEL, show=False)
+    with pytest.raises(CellFailedError) as caught:
+        session.eval(
+            "if rank == 1: dist.barrier()\nloss = (batch * 2).sum()",
+            data="[torch.ones(4)] * 8",
+            show=False,
+        )
+    told = str(caught.value)
+    assert told.startswith("rank 0 is at a batch of the evaluation, rank 1 calls barrier (line 1")
+    assert "they wait for each other, and none can go on" in told
+    check_usable(session)
+
+
 def test_a_rank_that_works_while_others_have_left_or_all_work_is_left_alone(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session.run(SETUP, show=False)
-    session.run("if rank == 0: time.sleep(0.8)")
-    session.run("time.sleep(0.8)")
+    session.run("if rank == 0: time.sleep(0.6)")
+    session.run("time.sleep(0.6)")
     assert capsys.readouterr().err == ""
 
 
@@ -96,15 +110,15 @@ def test_a_rank_in_a_training_step_is_shown_in_the_panel_and_the_run_goes_on(
     monkeypatch.setattr(training_of, "_FRAME_SECONDS", 0.1)
     session.model(MODEL, show=False)
     cell = """if rank == 0 and step == 1:
-    time.sleep(1.2)
+    time.sleep(0.9)
 loss = model(torch.ones(2, 4)).sum()
 if rank == 1 and step == 2:
-    time.sleep(1.2)
+    time.sleep(0.9)
 """
     run = session.train(cell, steps=4)
     assert (run.state, run.steps) == ("done", 4)
     told = [line for lines in shown for line in lines]
-    assert "0 2: time.sleep(1.2) computes" in told
+    assert "0 2: time.sleep(0.9) computes" in told
     assert "1 3: loss = model(torch.ones(2, 4)).sum() gathers `model`, waits for rank 0" in told
     assert "0 backward reduces the gradients of `model`, waits for rank 1" in told
     assert not any("waits for rank" in line for line in shown[-1])
@@ -193,7 +207,7 @@ if rank == 0:
     while time.monotonic() < until: search()
 dist.barrier()
 """
-    session.run("until = time.monotonic() + 2; import sys; sys.setswitchinterval(10)", show=False)
+    session.run("until = time.monotonic() + 1.5; import sys; sys.setswitchinterval(10)", show=False)
     session.run(code, timeout=20)
     session.run("sys.setswitchinterval(0.005)", show=False)
     assert f"0 1 {waiting.SILENT[1]}" in rows(capsys.readouterr().err)

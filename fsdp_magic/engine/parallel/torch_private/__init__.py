@@ -6,6 +6,7 @@ A test in ``tests/engines`` fails when one of them moves.
 """
 
 from fsdp_magic.engine.parallel.torch_private.backward import (
+    BACKWARD_FUNCTION,
     _reset_iteration_state,
     count_missing_as_zero,
     forget_iteration,
@@ -37,6 +38,7 @@ from fsdp_magic.engine.parallel.torch_private.units import (
 )
 
 __all__ = [
+    "BACKWARD_FUNCTION",
     "_reset_iteration_state",
     "align_group_count",
     "clear_gradients",

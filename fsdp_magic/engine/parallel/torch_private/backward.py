@@ -12,6 +12,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_magic.engine.parallel.torch_private.units import groups_of, parameter_groups, units
 
+BACKWARD_FUNCTION = "_engine_run_backward"
+"""The function that the main thread is in while a backward runs (torch/autograd/graph.py)."""
+
 
 def forget_iteration(model: nn.Module) -> None:
     """Forget a forward or backward that an exception ended.

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from panel_records import view
 
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import Failure
 from fsdp_magic.core.whereabouts import Whereabouts, WhereReport
 from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.notebook.waiting import SILENT, WaitingWatch
-from fsdp_magic.panels import waiting
+from fsdp_magic.panels import training, waiting
 
 COMPUTES = Whereabouts(line=3, source="y = slow(x)")
 READS = Whereabouts(doing="reads data")
@@ -98,14 +99,38 @@ def test_a_rank_that_does_not_answer_is_looked_up(still: int) -> None:
     assert view.places[0].doing == SILENT[0]
 
 
-def test_only_a_wait_for_ranks_that_have_left_is_hopeless() -> None:
+def test_what_ranks_said_at_different_moments_is_not_put_together() -> None:
+    ranks = Ranks({0: COMPUTES, 1: WAITS})
+    shown = ranks.after(6)
+    assert shown is not None
+    late = WhereReport(rank=1, number=ranks.questions - 1, where=COMPUTES)
+    ranks.watch.take(late, ranks.now)
+    now = ranks.now + 0.01
+    assert ranks.watch.look(now, inside={0, 1}, left=set()) is shown
+
+
+def test_only_a_wait_of_all_is_hopeless() -> None:
     ranks = Ranks({0: COMPUTES, 1: WAITS, 2: WAITS})
-    assert not ranks.watch.deserted(ranks.after(10))
+    assert not ranks.watch.hopeless(ranks.after(10)), "rank 0 may still come"
     ranks.left = {0}
-    assert not ranks.watch.deserted(ranks.after(0.1)), "what they said before it left is old"
-    assert ranks.watch.deserted(ranks.after(3))
-    ranks.places[2] = COMPUTES  # it may still come to what rank 1 waits in
-    assert not ranks.watch.deserted(ranks.after(3))
+    assert not ranks.watch.hopeless(ranks.after(0.1)), "what they said before it left is old"
+    assert ranks.watch.hopeless(ranks.after(3))
+    ranks.places[2] = COMPUTES
+    assert not ranks.watch.hopeless(ranks.after(3)), "rank 2 may set rank 1 free"
+    ranks.places[2] = Whereabouts(doing="calls recv", is_message=True, seconds=9.0)
+    assert not ranks.watch.hopeless(ranks.after(3)), "nobody knows whose message it waits for"
+
+
+def test_each_waiting_for_the_other_is_hopeless() -> None:
+    other = Whereabouts(doing="is at the start of a step", missing=(1,), seconds=6.0)
+    ranks = Ranks({0: other, 1: WAITS})
+    view = ranks.after(10)
+    assert view is not None
+    assert ranks.watch.hopeless(view)
+    assert waiting.hopeless(view).startswith(
+        "rank 0 is at the start of a step, rank 1 gathers `model` (line 5 of the cell: model(x)): "
+        "they wait for each other, and none can go on; every rank must run"
+    )
 
 
 def test_a_rank_that_computes_after_others_have_left_is_left_alone() -> None:
@@ -115,6 +140,16 @@ def test_a_rank_that_computes_after_others_have_left_is_left_alone() -> None:
 
 
 # ---------------------------------------------------------------- the table
+
+
+def test_a_training_panel_shows_the_table_beneath_and_who_waits_in_its_first_line() -> None:
+    table = waiting.WaitingView(places={0: COMPUTES, 1: WAITS}, hint="a hint")
+    html, text = training.html(view(waiting=table)), training.text(view(waiting=table))
+    assert text.splitlines()[0].endswith("rank 1 waits for rank 0")
+    assert waiting.text(table) in text
+    assert waiting.html(table) in html
+    assert training.html(view()) + waiting.html(table) != html, "it stands in the card"
+    assert len(waiting.html(table)) < 3_000
 
 
 def test_ranks_in_the_same_place_stand_in_one_row() -> None:
