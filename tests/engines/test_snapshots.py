@@ -166,19 +166,19 @@ def test_a_full_memory_costs_one_note_and_the_older_snapshot_stays(session):
     )
     try:
         run = session.train(cell + CELL.replace("KILL", ""), steps=5, snapshot_every=1, **OPTIONS)
-        session.run(
-            "def broken(*args):\n    raise RuntimeError('broken optimizer')\n"
-            "optimizer.register_step_pre_hook(broken)",
-            show=False,
-        )
-        with pytest.raises(CellFailedError, match="back at the snapshot of step 2"):
-            session.train(CELL.replace("KILL", ""), steps=1, **OPTIONS)
     finally:
         session.run(
             "import resource\nno = resource.RLIM_INFINITY\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (no, no))",
             show=False,
         )
+    session.run(
+        "def broken(*args):\n    raise RuntimeError('broken optimizer')\n"
+        "optimizer.register_step_pre_hook(broken)",
+        show=False,
+    )
+    with pytest.raises(CellFailedError, match="back at the snapshot of step 2"):
+        session.train(CELL.replace("KILL", ""), steps=1, **OPTIONS)
     notes = [note for note in run.notes if "was not made" in note]
     assert len(notes) == 1
     assert notes[0].startswith("the snapshot of step 3 was not made (")
