@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import FRESH_NAMES
+from clean_engines import FRESH_NAMES
 from test_torn_steps import RANDOM_AGAIN
 
 from fsdp_magic.errors import CellFailedError, EngineDiedError, UsageError
