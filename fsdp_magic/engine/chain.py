@@ -43,6 +43,14 @@ class Link:
         """Whether the iterator raised or was closed, so that what it still had is lost."""
         return self._supply.broken
 
+    @property
+    def repeats(self) -> bool:
+        """Whether an iterator begun anew yields the same, or must be begun anew in any case.
+
+        One that draws from a state of its own yields the same; one with workers ends with a run.
+        """
+        return self._supply.randomness is not None or self._supply.on_close is not None
+
     def take(self, count: int) -> tuple[list[Any], Link]:
         """Return the next items, fewer at the end, and the place after them."""
         link: Link = self

@@ -68,9 +68,15 @@ class Cursor:
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Mark:
-    """Places to go back to; opaque. While it lives, what is read after it is kept."""
+    """Places to go back to; opaque. While it lives, what is read after it is kept.
+
+    Attributes:
+        places: by cursor.
+        is_lean: whether nothing is kept of what comes again alike when it is begun anew.
+    """
 
     places: dict[Cursor, Place]
+    is_lean: bool = False
 
 
 class Position:
@@ -115,6 +121,20 @@ class Position:
         self._marks.add(mark)
         return mark
 
+    def lean_mark(self) -> Mark:
+        """Return where everything is now, to be kept for long.
+
+        What comes again alike when it is begun anew is then read again up to the place; only of
+        other iterators is kept what is read after it.
+        """
+        places = {
+            cursor: replace(cursor.place, link=None) if _repeats(cursor.place) else cursor.place
+            for cursor in self._cursors
+        }
+        mark = Mark(places=places, is_lean=True)
+        self._marks.add(mark)
+        return mark
+
     def back(self, mark: Mark) -> None:
         """Put the position back to a mark exactly, also in iterators that cannot be rewound.
 
@@ -126,8 +146,14 @@ class Position:
     def begun(self, cursor: Cursor, before: Place) -> None:
         """Let marks that hold a place without an iterator lead to the iterator begun there."""
         for mark in self._marks:
+            if mark.is_lean and _repeats(cursor.place):
+                continue
             if mark.places.get(cursor, Place()) == before:
                 mark.places[cursor] = cursor.place
+
+
+def _repeats(place: Place) -> bool:
+    return place.link is not None and place.link.repeats
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class Snapshots:
         older = self._newest
         self._newest, self.file = number, file
         self._marks = {n: mark for n, mark in self._marks.items() if n == older}
-        self._marks[number] = self._keeper.position.mark()
+        self._marks[number] = self._keeper.position.lean_mark()
         return blocks * KIB // self._world.world_size, ""
 
     def parts(self, packer: Packer, subjects: Subjects) -> dict[str, Any]:

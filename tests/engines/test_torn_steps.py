@@ -21,6 +21,15 @@ first = torch.optim.AdamW(model[0].parameters(), lr=0.1)
 second = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(first, 2, gamma=0.5)
 data = list(torch.randn(48, 4))
+class Batches:
+    def __iter__(self):
+        return iter(torch.randn(20, 3, 4).unbind())
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.randn(80, 4).unbind())
+
+again, stream = Batches(), Stream()
 once = (batch for batch in torch.randn(20, 3, 4))
 seen, breaking = [], None
 
@@ -68,10 +77,15 @@ def test_without_a_snapshot_training_is_refused_until_the_model_is_built_again(s
     assert session.train(CELL, steps=1, **OPTIONS).state == "done"
 
 
-@pytest.mark.parametrize(("data", "ranks"), [("data", (0,)), ("once", (0, 1))])
+@pytest.mark.parametrize(
+    ("data", "ranks"), [("data", (0,)), ("once", (0, 1)), ("again", (1,)), ("stream", (1,))]
+)
 def test_with_a_snapshot_every_rank_is_put_back_and_goes_on_exactly(session, data, ranks):
     options = {**OPTIONS, "data": data}
-    if data == "once":  # an iterator, which cannot be read again
+    if data in (
+        "once",
+        "again",
+    ):  # an iterator that can be read once, and batches that are made anew
         options["micro_batch_size"] = None
     session.model(BUILD, show=False)
     reference = session.train(CELL, steps=8, **options)
@@ -169,3 +183,23 @@ def test_an_interrupt_that_tears_a_step_says_so(session):
         session.train(cell, manual=True, data="data", micro_batch_size=4, show=False)
     with pytest.raises(UsageError, match="a step was torn"):
         session.train(CELL, steps=1, **OPTIONS)
+
+
+def test_snapshots_do_not_hold_what_a_stream_yields_again(session):
+    session.model(BUILD, show=False)
+    session.run(
+        "import weakref\nfrom torch.utils.data import IterableDataset\n"
+        "class Counted(IterableDataset):\n"
+        "    held = []\n"
+        "    def __iter__(self):\n"
+        "        for _ in range(200):\n"
+        "            sample = torch.randn(4)\n"
+        "            self.held.append(weakref.ref(sample))\n"
+        "            yield sample\n"
+        "stream = Counted()",
+        show=False,
+    )
+    options = {**OPTIONS, "data": "stream", "micro_batch_size": 2}
+    session.train(CELL, steps=30, snapshot_every=40, **options)
+    held = "sum(sample() is not None for sample in stream.held)"
+    assert max(session.pull(held, rank="all")) <= 8
