@@ -58,7 +58,7 @@ def series(stage: Stage, cases: Iterable[Case]) -> list[Outcome]:
         started = time.monotonic()
         outcomes.append(do(stage, case))
         faulthandler.cancel_dump_traceback_later()
-        print(f"{outcomes[-1]} [{time.monotonic() - started:.2f} s in all]", flush=True)
+        print(f"{outcomes[-1].ending} [{time.monotonic() - started:.2f} s in all]", flush=True)
     return outcomes
 
 

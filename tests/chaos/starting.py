@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from cases import TOTAL_STEPS, Case
 from clean_engines import CLEAN
 from strike import (
+    MEMORY_LIMIT,
     RESTART_SECONDS,
     Outcome,
     Stage,
@@ -52,7 +53,9 @@ def strike_a_start(stage: Stage, case: Case) -> Outcome:
     with _struck(case, struck):
         try:
             if stage.session is None:
-                stage.session = Session(InitSpec(n=case.ranks, device="cpu"))
+                stage.session = Session(
+                    InitSpec(n=case.ranks, device="cpu", memory_limit=MEMORY_LIMIT)
+                )
             else:
                 session.restart()
         except (FsdpError, KeyboardInterrupt) as caught:
@@ -93,7 +96,9 @@ def _session(stage: Stage, case: Case, outcome: Outcome) -> Session:
     """Return a session in order: by ``restart`` where there is one, else a new one."""
     session = stage.session
     if session is None:
-        session = stage.session = Session(InitSpec(n=case.ranks, device="cpu"))
+        session = stage.session = Session(
+            InitSpec(n=case.ranks, device="cpu", memory_limit=MEMORY_LIMIT)
+        )
         prepare(session)
         session.run(CLEAN, show=False)
     else:

@@ -31,8 +31,13 @@ from fsdp_magic.notebook.session import Session
 
 CALL_SECONDS = 10.0
 """A call that takes longer hangs; faults of ours last less than a second."""
-TIMEOUT_SECONDS = 0.5
+TIMEOUT_SECONDS, TIMEOUT_WITH_WORKERS_SECONDS = 0.5, 1.5
 PRESS_SECONDS = 0.15
+CALL_LASTS_SECONDS, RECOVERY_LASTS_SECONDS = 0.15, 0.04
+"""About as long as a call, and what follows a failure, take; interrupts come at a part of it."""
+MEMORY_LIMIT = "512MiB"
+FREE_BYTES = 4 << 20
+"""What may be held after a fault beyond what was before it: far less than the fault takes."""
 RESTART_SECONDS = 30.0
 
 ENGINE_SIDE = Path(__file__).with_name("engine_side.py").read_text()
@@ -84,10 +89,15 @@ class Outcome:
         if not holds:
             self.problems.append(problem)
 
-    def __str__(self) -> str:
+    @property
+    def ending(self) -> str:
+        """How it ended, and what was lost."""
         took = "" if self.seconds is None else f" {self.seconds:.2f} s"
-        lines = [f"{self.case} -> {self.ended}{took}", *(f"    LOST: {p}" for p in self.problems)]
+        lines = [f"-> {self.ended}{took}", *(f"    LOST: {p}" for p in self.problems)]
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"{self.case} {self.ending}"
 
 
 class Stage:
@@ -107,7 +117,9 @@ class Stage:
             self.end_session()
         session = self.session
         if session is None:
-            session = self.session = Session(InitSpec(n=ranks, device="cpu"))
+            session = self.session = Session(
+                InitSpec(n=ranks, device="cpu", memory_limit=MEMORY_LIMIT)
+            )
             self.usual_processes.setdefault(ranks, len(processes()))
             prepare(session)
         elif not (session.running and session.alive):
@@ -244,6 +256,7 @@ def strike(stage: Stage, case: Case) -> Outcome:
         build(session, case.program)
         if not case.in_training:
             trained.take(train(session, case, 2))
+    held_before = _allocated(session)
     _arm(session, stage, case)
     started = time.monotonic()
     error = _disturbed(stage, session, case, trained)
@@ -254,9 +267,13 @@ def strike(stage: Stage, case: Case) -> Outcome:
     if case.fault in WORLD_FAULTS:
         restart(session, outcome)
         trained = Trained()
+    _disarm(stage, case)
     outcome.check(usable(session), "not every rank can be used")
     outcome.seconds = _since_the_fault(stage, case)
-    outcome.check(outcome.seconds is not None or case.place == "idle", "the fault never struck")
+    struck = outcome.seconds is not None or case.may_come_early
+    outcome.check(struck, "the fault never struck")
+    more = max(after - before for after, before in zip(_allocated(session), held_before))
+    outcome.check(more < FREE_BYTES, f"{more} bytes more are held after it")
     if not trained.losses and (case.place == "model" or case.fault in WORLD_FAULTS):
         build(session, case.program)
     left = TOTAL_STEPS - len(trained.losses)
@@ -274,9 +291,9 @@ def strike(stage: Stage, case: Case) -> Outcome:
 def _arm(session: Session, stage: Stage, case: Case) -> None:
     in_micro_step = case.place in ("micro-step", "forward", "loss", "backward")
     in_step = in_micro_step or case.place in ("gradient norm", "after step")
-    for name in ("armed", "struck"):
-        for rank in range(case.ranks):
-            Path(stage.directory, f"{name}-{rank}").unlink(missing_ok=True)
+    _disarm(stage, case)
+    for rank in range(case.ranks):
+        Path(stage.directory, f"struck-{rank}").unlink(missing_ok=True)
     values = {
         "place": case.place,
         "fault": case.fault,
@@ -290,6 +307,17 @@ def _arm(session: Session, stage: Stage, case: Case) -> None:
         "helper": _helper(session, case),
     }
     session.run(f"arm(**{values!r})", show=False)
+
+
+def _disarm(stage: Stage, case: Case) -> None:
+    """See that a fault that has not struck does not strike later."""
+    for rank in range(case.ranks):
+        Path(stage.directory, f"armed-{rank}").unlink(missing_ok=True)
+
+
+def _allocated(session: Session) -> list[int]:
+    """Return the bytes that tensors take on each rank."""
+    return [status.allocated_bytes or 0 for status in session.status(show=False)]
 
 
 def _helper(session: Session, case: Case) -> int | None:
@@ -321,7 +349,7 @@ def _disturbed(
     call = calls.get(case.place, lambda: train(session, case, TOTAL_STEPS, timeout=_timeout(case)))
     runs = len(session.runs)
     try:
-        with _pressed_twice(stage, case):
+        with _pressed(stage, case):
             call()
     except (FsdpError, KeyboardInterrupt) as error:
         return error.with_traceback(None)
@@ -332,22 +360,20 @@ def _disturbed(
 
 
 @contextmanager
-def _pressed_twice(stage: Stage, case: Case) -> Iterator[None]:
-    """Interrupt this process once the fault has struck, and again if that was not enough."""
-    if case.fault != "stuck, interrupted twice":
+def _pressed(stage: Stage, case: Case) -> Iterator[None]:
+    """Interrupt this process inside, when the fault wants that."""
+    presses = {
+        "stuck, interrupted twice": _press_until_over,
+        "interrupt at any moment": _press_at_any_moment,
+        "exception, then interrupt": _press_after,
+    }
+    if case.fault not in presses:
         yield
         return
-    over, struck = threading.Event(), Path(stage.directory, f"struck-{case.rank}")
-
-    def press() -> None:
-        while not struck.exists() and not over.wait(0.01):
-            continue
-        while not over.wait(PRESS_SECONDS):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    # a press that comes as the call ends belongs to nobody
+    over = threading.Event()
+    # a press that comes when nothing is asked for belongs to nobody
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
-    presser = threading.Thread(target=press)
+    presser = threading.Thread(target=presses[case.fault], args=(stage, case, over))
     presser.start()
     try:
         yield
@@ -357,8 +383,39 @@ def _pressed_twice(stage: Stage, case: Case) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def _press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _wait_until_struck(stage: Stage, over: threading.Event) -> None:
+    while not any(Path(stage.directory).glob("struck-*")) and not over.wait(0.001):
+        continue
+
+
+def _press_until_over(stage: Stage, case: Case, over: threading.Event) -> None:
+    _wait_until_struck(stage, over)
+    while not over.wait(PRESS_SECONDS):
+        _press()
+
+
+def _press_at_any_moment(stage: Stage, case: Case, over: threading.Event) -> None:
+    seconds = (case.delay * CALL_LASTS_SECONDS, 0.03)
+    for wait in seconds[: 2 if case.how == "twice" else 1]:
+        if not over.wait(wait):
+            _press()
+
+
+def _press_after(stage: Stage, case: Case, over: threading.Event) -> None:
+    """Press while the ranks that the exception has released are brought back into order."""
+    _wait_until_struck(stage, over)
+    if not over.wait(case.delay * RECOVERY_LASTS_SECONDS):
+        _press()
+
+
 def _timeout(case: Case) -> float | None:
-    return TIMEOUT_SECONDS if case.fault == "stuck, timed out" else None
+    if case.fault != "stuck, timed out":
+        return None
+    return TIMEOUT_SECONDS if case.program.workers is None else TIMEOUT_WITH_WORKERS_SECONDS
 
 
 def _idle(session: Session, case: Case) -> None:
@@ -384,6 +441,10 @@ def _fits(case: Case, error: BaseException | None) -> bool:
             return type(error) is OutOfMemoryOnRankError and _came_from(error, case)
         case "interrupt" | "stuck, interrupted twice":
             return isinstance(error, KeyboardInterrupt)
+        case "interrupt at any moment":
+            return error is None or isinstance(error, KeyboardInterrupt)
+        case "exception, then interrupt":
+            return isinstance(error, (KeyboardInterrupt, CellFailedError))
         case "stuck, timed out":
             return isinstance(error, FsdpError) and "--timeout" in str(error)
         case "worker killed":

@@ -13,7 +13,7 @@ from strike import Stage
 from world import growth
 
 LIVE, IN_ONE_TEST = range(160), 10
-WORLDS, WORLDS_IN_ONE_TEST = range(20), 4
+WORLDS, WORLDS_IN_ONE_TEST = range(20), 2
 
 
 def check(stage: Stage, seeds: range, kind: Kind) -> None:
