@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cases import PROGRAMS, draw
-from strike import Stage, strike
+from stage import Stage
+from strike import strike
 
 
 def test_a_peer_that_has_begun_the_next_epoch_takes_that_back(stage: Stage) -> None:
