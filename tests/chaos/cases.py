@@ -34,6 +34,8 @@ LIVE_FAULTS: dict[str, tuple[str, ...]] = {
     "exception": EVERYWHERE,
     "out of memory": EVERYWHERE,
     "interrupt": EVERYWHERE,
+    "interrupt at any moment": EVERYWHERE,
+    "exception, then interrupt": EVERYWHERE,
     "stuck, interrupted twice": EVERYWHERE,
     "stuck, timed out": WITH_TIMEOUT,
     "engine interrupted": (*EVERYWHERE, "idle"),
@@ -53,6 +55,8 @@ WORLD_FAULTS: dict[str, tuple[str, ...]] = {
 
 EXCEPTIONS = ("ValueError", "RuntimeError", "KeyError", "SystemExit", "OwnBaseError")
 HANGS = ("sleep", "loop", "lock", "receive")
+PRESSES = ("once", "twice")
+FULL = ("too much at once", "more and more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +107,13 @@ class Case:
     Attributes:
         seed: what it was drawn from.
         fault: a key of ``LIVE_FAULTS`` or ``WORLD_FAULTS``.
-        how: which exception, or how the rank hangs.
+        how: which exception, how the rank hangs, or how its memory fills.
         place: where it strikes.
         rank: which rank it strikes; None: all of them.
         step: the training step it strikes in.
         micro_step: the micro-step.
         item: which sample of the data it strikes at, counted on a rank.
-        delay: a part of the time that starting takes.
+        delay: a part of the time in which an interrupt can come.
         program: what is trained.
         ranks: size of the world.
     """
@@ -130,6 +134,12 @@ class Case:
     def in_training(self) -> bool:
         """Whether it strikes in a training run."""
         return self.place in TRAINING
+
+    @property
+    def may_come_early(self) -> bool:
+        """Whether the call can end before the place is reached, by a clock or from outside."""
+        by_a_clock = self.fault in ("interrupt at any moment", "stuck, timed out")
+        return self.place == "idle" or by_a_clock
 
     def __str__(self) -> str:
         where = f"{self.place}, rank {'all' if self.rank is None else self.rank}"
@@ -173,11 +183,13 @@ def draw(seed: int, kind: Kind, *, ranks: int = 2) -> Case:
 
 
 def _how(fault: str, place: str, program: Program, chance: random.Random) -> str:
-    if fault == "exception":
+    if fault == "interrupt at any moment":
+        return chance.choice(PRESSES)
+    if fault.startswith("exception"):
         # a worker of a DataLoader hands on what is an Exception, and ends at anything else
         known = EXCEPTIONS[:3] if place == "data" and program.workers else EXCEPTIONS
         return chance.choice(known)
     if fault.startswith("stuck"):
         # in a worker of a DataLoader there is no process group to wait in
         return chance.choice(HANGS[:3] if place == "data" and program.workers else HANGS)
-    return ""
+    return chance.choice(FULL) if fault == "out of memory" else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from strike import Stage
+from stage import Stage
 
 
 @pytest.fixture(scope="package")

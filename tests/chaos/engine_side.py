@@ -66,7 +66,10 @@ def _raise(how):
 
 
 def _fill_memory(how):
-    torch.empty(1 << 50, dtype=torch.uint8)
+    held = []
+    while True:
+        size = 1 << (50 if how == "too much at once" else 24)
+        held.append(torch.ones(size, dtype=torch.uint8))
 
 
 def _press(how):
@@ -109,6 +112,8 @@ FAULTS = {
     "exception": _raise,
     "out of memory": _fill_memory,
     "interrupt": _press,
+    "interrupt at any moment": lambda how: None,  # it comes from the kernel
+    "exception, then interrupt": _raise,
     "stuck, interrupted twice": _hang,
     "stuck, timed out": _hang,
     "engine interrupted": _interrupt_itself,

@@ -24,18 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from cases import Case, draw  # noqa: E402  after the path that it is found on
+from checks import Outcome  # noqa: E402
+from left_over import growth  # noqa: E402
 from side_by_side import machine  # noqa: E402
-from starting import strike_a_start  # noqa: E402
-from strike import Outcome, Stage, strike  # noqa: E402
-from world import growth  # noqa: E402
+from stage import Stage  # noqa: E402
+from starting import do  # noqa: E402
 
 HANG_SECONDS = 60.0
-
-
-def do(stage: Stage, case: Case) -> Outcome:
-    """Do a case."""
-    starts = case.place in ("starting", "restarting")
-    return strike_a_start(stage, case) if starts else strike(stage, case)
 
 
 def mixed(seed: int, count: int) -> Iterator[Case]:
@@ -58,7 +53,7 @@ def series(stage: Stage, cases: Iterable[Case]) -> list[Outcome]:
         started = time.monotonic()
         outcomes.append(do(stage, case))
         faulthandler.cancel_dump_traceback_later()
-        print(f"{outcomes[-1]} [{time.monotonic() - started:.2f} s in all]", flush=True)
+        print(f"{outcomes[-1].ending} [{time.monotonic() - started:.2f} s in all]", flush=True)
     return outcomes
 
 

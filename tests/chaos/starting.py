@@ -13,28 +13,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cases import TOTAL_STEPS, Case
+from checks import Outcome, compare, look_around, usable
 from clean_engines import CLEAN
-from strike import (
-    RESTART_SECONDS,
-    Outcome,
-    Stage,
-    Trained,
-    build,
-    compare,
-    look_around,
-    prepare,
-    restart,
-    train,
-    usable,
-)
-from world import listening, processes, until
+from left_over import listening, processes, until
+from stage import Stage, Trained, build, prepare, started, train
+from strike import RESTART_SECONDS, restart, strike
 
-from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.errors import FsdpError
 from fsdp_magic.notebook.session import Session
 
 _START_SECONDS = {"starting": 2.5, "restarting": 1.2}
 """About as long as it takes; the fault comes at a part of it."""
+
+
+def do(stage: Stage, case: Case) -> Outcome:
+    """Do a case of any kind."""
+    starts = case.place in ("starting", "restarting")
+    return strike_a_start(stage, case) if starts else strike(stage, case)
 
 
 def strike_a_start(stage: Stage, case: Case) -> Outcome:
@@ -47,24 +42,24 @@ def strike_a_start(stage: Stage, case: Case) -> Outcome:
         outcome.check(until(lambda: not processes()), f"left: {processes()}")
     ports = listening()
     struck = threading.Event()
-    started = time.monotonic()
+    began = time.monotonic()
     error = None
     with _struck(case, struck):
         try:
             if stage.session is None:
-                stage.session = Session(InitSpec(n=case.ranks, device="cpu"))
+                stage.session = started(case.ranks)
             else:
                 session.restart()
         except (FsdpError, KeyboardInterrupt) as caught:
             error = caught.with_traceback(None)
-    took = time.monotonic() - started
+    took = time.monotonic() - began
     outcome.ended = "in order" if error is None else type(error).__name__
     outcome.message = str(error or "")
     outcome.check(took < RESTART_SECONDS, f"the start took {took:.1f} s")
     _look_at_what_there_is(stage, case, error, outcome)
     session = _session(stage, case, outcome)
     outcome.check(usable(session), "not every rank can be used")
-    outcome.seconds = time.monotonic() - started
+    outcome.seconds = time.monotonic() - began
     trained = Trained()
     build(session, case.program)
     trained.take(train(session, case, TOTAL_STEPS))
@@ -93,7 +88,7 @@ def _session(stage: Stage, case: Case, outcome: Outcome) -> Session:
     """Return a session in order: by ``restart`` where there is one, else a new one."""
     session = stage.session
     if session is None:
-        session = stage.session = Session(InitSpec(n=case.ranks, device="cpu"))
+        session = stage.session = started(case.ranks)
         prepare(session)
         session.run(CLEAN, show=False)
     else:

@@ -9,34 +9,36 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cases import TOTAL_STEPS, WORLD_FAULTS, Case, Program
-from clean_engines import CLEAN, FRESH_NAMES
-from world import Held, held, listening, processes, until
+from cases import TOTAL_STEPS, WORLD_FAULTS, Case
+from checks import (
+    CALL_SECONDS,
+    FREE_BYTES,
+    Outcome,
+    allocated,
+    compare,
+    fits,
+    look_around,
+    since_the_fault,
+    usable,
+)
+from clean_engines import CLEAN
+from left_over import listening, processes, until
+from pressing import pressed
+from stage import TRAIN, Stage, Trained, build, prepare, train
 
-from fsdp_magic.core.specs import InitSpec
-from fsdp_magic.errors import CellFailedError, EngineDiedError, FsdpError, OutOfMemoryOnRankError
-from fsdp_magic.notebook.engines import Engines
-from fsdp_magic.notebook.run import Run
+from fsdp_magic.errors import FsdpError
 from fsdp_magic.notebook.session import Session
 
-CALL_SECONDS = 10.0
-"""A call that takes longer hangs; faults of ours last less than a second."""
-TIMEOUT_SECONDS = 0.5
-PRESS_SECONDS = 0.15
+TIMEOUT_SECONDS, TIMEOUT_WITH_WORKERS_SECONDS = 0.5, 1.5
 RESTART_SECONDS = 30.0
 
-ENGINE_SIDE = Path(__file__).with_name("engine_side.py").read_text()
-TRAIN = "loss = loss_of(model, batch)"
 CELLS = {
     "computing": """
 for number in range(10):
@@ -56,181 +58,6 @@ for number in range(300):
 dist.barrier()
 """,
 }
-USABLE = "x = torch.full((1,), rank + 1.0); dist.all_reduce(x); x.item()"
-
-
-@dataclass
-class Outcome:
-    """What became of a case.
-
-    Attributes:
-        case: what was done.
-        ended: the name of the error that the call ended with; ``in order``: none.
-        message: its text.
-        seconds: from the fault until the next cell has run on every rank; None: it never struck.
-        restart_seconds: what fresh engines took; None: none were needed.
-        problems: what was not as it must be.
-    """
-
-    case: Case
-    ended: str = ""
-    message: str = ""
-    seconds: float | None = None
-    restart_seconds: float | None = None
-    problems: list[str] = field(default_factory=list)
-
-    def check(self, holds: bool, problem: str) -> None:
-        """Note a problem if something does not hold."""
-        if not holds:
-            self.problems.append(problem)
-
-    def __str__(self) -> str:
-        took = "" if self.seconds is None else f" {self.seconds:.2f} s"
-        lines = [f"{self.case} -> {self.ended}{took}", *(f"    LOST: {p}" for p in self.problems)]
-        return "\n".join(lines)
-
-
-class Stage:
-    """The sessions that cases are done in, and the losses of runs without a fault."""
-
-    def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="chaos-")
-        self.directory = self._directory.name
-        self.session: Session | None = None
-        self.usual_processes: dict[int, int] = {}
-        self.held: list[dict[int, Held]] = []
-        self._undisturbed: dict[tuple[int, Program], Trained] = {}
-
-    def ready(self, ranks: int) -> Session:
-        """Return a session whose engines are as if they had just started."""
-        if self.session is not None and self.session.world_size != ranks:
-            self.end_session()
-        session = self.session
-        if session is None:
-            session = self.session = Session(InitSpec(n=ranks, device="cpu"))
-            self.usual_processes.setdefault(ranks, len(processes()))
-            prepare(session)
-        elif not (session.running and session.alive):
-            session.restart()
-            prepare(session)
-        session.runs.clear()
-        session._history.leave_engines()
-        session.run(CLEAN, show=False)
-        return session
-
-    def undisturbed(self, case: Case) -> Trained:
-        """Return what the program of a case gives without a fault."""
-        key = (case.ranks, case.program)
-        if key not in self._undisturbed:
-            session = self.ready(case.ranks)
-            build(session, case.program)
-            trained = Trained()
-            trained.take(train(session, case, TOTAL_STEPS))
-            self._undisturbed[key] = trained
-        return self._undisturbed[key]
-
-    @property
-    def running(self) -> bool:
-        """Whether there are engines; the guards around tests ask."""
-        return self.session is not None and self.session.running
-
-    @property
-    def engines(self) -> Engines:
-        """The engines."""
-        assert self.session is not None
-        return self.session.engines
-
-    def note_held(self) -> None:
-        """Note what the kernel and the engines hold open, after a case."""
-        assert self.session is not None
-        pids = [os.getpid(), *(status.pid for status in self.session.status(show=False))]
-        self.held.append({pid: held(pid) for pid in pids})
-
-    def end_session(self) -> None:
-        """End the engines."""
-        if self.session is not None:
-            self.session.shutdown()
-            self.session = None
-
-    def close(self) -> None:
-        """End the engines and remove the files."""
-        self.end_session()
-        self._directory.cleanup()
-
-
-@dataclass
-class Trained:
-    """Losses and gradient norms of runs, one after the other."""
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-
-    def take(self, run: Run) -> None:
-        """Add the steps of a run."""
-        self.losses += run.losses
-        self.grad_norms += run.grad_norms
-
-
-# ---------------------------------------------------------------- the program
-
-
-def prepare(session: Session) -> None:
-    """Bring the engines' side of the suite to fresh engines."""
-    session.run(ENGINE_SIDE, show=False)
-    session.run(FRESH_NAMES, show=False)
-
-
-def build(session: Session, program: Program) -> None:
-    """Build the model and the data of a program."""
-    session.model(_model_code(program), strategy=program.strategy, show=False)
-
-
-def _model_code(program: Program) -> str:
-    data = "Samples(SAMPLES)"
-    if program.workers is not None:
-        data = (
-            f"torch.utils.data.DataLoader({data}, batch_size=2, num_workers={program.workers}, "
-            "shuffle=True)"
-        )
-    return f"""
-torch.manual_seed(1)
-model = Net({program.layer!r}).double()
-fault("model")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-data, held = {data}, Samples(7)
-"""
-
-
-def train(
-    session: Session,
-    case: Case,
-    steps: int,
-    *,
-    program: Program | None = None,
-    timeout: float | None = None,
-) -> Run:
-    """Train some steps, as the case's program says, or another."""
-    program = program or case.program
-    options: dict[str, Any] = {}
-    if program.workers is None:
-        options["micro_batch_size"] = 2
-    if case.place == "evaluation":
-        options |= {"eval_every": 2, "eval_data": "held"}
-    return session.train(
-        TRAIN,
-        data="data",
-        steps=steps,
-        accumulate=program.accumulate,
-        max_grad_norm=program.max_grad_norm,
-        after_step="after",
-        timeout=timeout,
-        show=False,
-        **options,
-    )
-
-
-# ---------------------------------------------------------------- the strike
 
 
 def strike(stage: Stage, case: Case) -> Outcome:
@@ -244,19 +71,24 @@ def strike(stage: Stage, case: Case) -> Outcome:
         build(session, case.program)
         if not case.in_training:
             trained.take(train(session, case, 2))
+    held_before = allocated(session)
     _arm(session, stage, case)
     started = time.monotonic()
     error = _disturbed(stage, session, case, trained)
     took = time.monotonic() - started
     outcome.ended, outcome.message = _name(error), str(error or "")
     outcome.check(took < CALL_SECONDS, f"the call took {took:.1f} s")
-    outcome.check(_fits(case, error), f"it ended with {outcome.ended}: {outcome.message[:300]}")
+    outcome.check(fits(case, error), f"it ended with {outcome.ended}: {outcome.message[:300]}")
     if case.fault in WORLD_FAULTS:
         restart(session, outcome)
         trained = Trained()
+    _disarm(stage, case)
     outcome.check(usable(session), "not every rank can be used")
-    outcome.seconds = _since_the_fault(stage, case)
-    outcome.check(outcome.seconds is not None or case.place == "idle", "the fault never struck")
+    outcome.seconds = since_the_fault(stage, case)
+    struck = outcome.seconds is not None or case.may_come_early
+    outcome.check(struck, "the fault never struck")
+    more = max(after - before for after, before in zip(allocated(session), held_before))
+    outcome.check(more < FREE_BYTES, f"{more} bytes more are held after it")
     if not trained.losses and (case.place == "model" or case.fault in WORLD_FAULTS):
         build(session, case.program)
     left = TOTAL_STEPS - len(trained.losses)
@@ -274,9 +106,9 @@ def strike(stage: Stage, case: Case) -> Outcome:
 def _arm(session: Session, stage: Stage, case: Case) -> None:
     in_micro_step = case.place in ("micro-step", "forward", "loss", "backward")
     in_step = in_micro_step or case.place in ("gradient norm", "after step")
-    for name in ("armed", "struck"):
-        for rank in range(case.ranks):
-            Path(stage.directory, f"{name}-{rank}").unlink(missing_ok=True)
+    _disarm(stage, case)
+    for rank in range(case.ranks):
+        Path(stage.directory, f"struck-{rank}").unlink(missing_ok=True)
     values = {
         "place": case.place,
         "fault": case.fault,
@@ -290,6 +122,12 @@ def _arm(session: Session, stage: Stage, case: Case) -> None:
         "helper": _helper(session, case),
     }
     session.run(f"arm(**{values!r})", show=False)
+
+
+def _disarm(stage: Stage, case: Case) -> None:
+    """See that a fault that has not struck does not strike later."""
+    for rank in range(case.ranks):
+        Path(stage.directory, f"armed-{rank}").unlink(missing_ok=True)
 
 
 def _helper(session: Session, case: Case) -> int | None:
@@ -321,7 +159,7 @@ def _disturbed(
     call = calls.get(case.place, lambda: train(session, case, TOTAL_STEPS, timeout=_timeout(case)))
     runs = len(session.runs)
     try:
-        with _pressed_twice(stage, case):
+        with pressed(stage, case):
             call()
     except (FsdpError, KeyboardInterrupt) as error:
         return error.with_traceback(None)
@@ -331,34 +169,10 @@ def _disturbed(
     return None
 
 
-@contextmanager
-def _pressed_twice(stage: Stage, case: Case) -> Iterator[None]:
-    """Interrupt this process once the fault has struck, and again if that was not enough."""
-    if case.fault != "stuck, interrupted twice":
-        yield
-        return
-    over, struck = threading.Event(), Path(stage.directory, f"struck-{case.rank}")
-
-    def press() -> None:
-        while not struck.exists() and not over.wait(0.01):
-            continue
-        while not over.wait(PRESS_SECONDS):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    # a press that comes as the call ends belongs to nobody
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
-    presser = threading.Thread(target=press)
-    presser.start()
-    try:
-        yield
-    finally:
-        over.set()
-        presser.join()
-        signal.signal(signal.SIGINT, before)
-
-
 def _timeout(case: Case) -> float | None:
-    return TIMEOUT_SECONDS if case.fault == "stuck, timed out" else None
+    if case.fault != "stuck, timed out":
+        return None
+    return TIMEOUT_SECONDS if case.program.workers is None else TIMEOUT_WITH_WORKERS_SECONDS
 
 
 def _idle(session: Session, case: Case) -> None:
@@ -375,38 +189,6 @@ def _idle(session: Session, case: Case) -> None:
         waker.join()
 
 
-def _fits(case: Case, error: BaseException | None) -> bool:
-    """Return whether a fault ended as it should."""
-    match case.fault:
-        case "exception":
-            return type(error) is CellFailedError and _came_from(error, case)
-        case "out of memory":
-            return type(error) is OutOfMemoryOnRankError and _came_from(error, case)
-        case "interrupt" | "stuck, interrupted twice":
-            return isinstance(error, KeyboardInterrupt)
-        case "stuck, timed out":
-            return isinstance(error, FsdpError) and "--timeout" in str(error)
-        case "worker killed":
-            return type(error) is CellFailedError
-        case "engine interrupted":
-            return error is None or type(error) is CellFailedError
-        case "paused":
-            return error is None
-        case "engine killed":
-            named = isinstance(error, EngineDiedError) and error.signal == signal.SIGKILL
-            return named and error.rank == case.rank  # type: ignore[union-attr]
-        case "controller killed":
-            return error is None or isinstance(error, FsdpError)
-        case _:
-            return error is None
-
-
-def _came_from(error: CellFailedError, case: Case) -> bool:
-    """Return whether the ranks that were struck are named, and no other."""
-    ranks = range(case.ranks) if case.rank is None else (case.rank,)
-    return set(error.ranks) <= set(ranks)
-
-
 def _name(error: BaseException | None) -> str:
     return "in order" if error is None else type(error).__name__
 
@@ -420,35 +202,3 @@ def restart(session: Session, outcome: Outcome) -> None:
     outcome.check(took < RESTART_SECONDS, f"the restart took {took:.1f} s")
     prepare(session)
     session.run(CLEAN, show=False)
-
-
-def usable(session: Session) -> bool:
-    """Return whether every rank takes part in a collective."""
-    total = sum(range(1, session.world_size + 1))
-    outputs = session.run(USABLE, timeout=CALL_SECONDS, show=False)
-    return [output.result for output in outputs] == [f"{total}.0"] * session.world_size
-
-
-def _since_the_fault(stage: Stage, case: Case) -> float | None:
-    """Return the seconds since the fault struck first, on the clock that all processes share."""
-    moments = [
-        float(path.read_text())
-        for rank in range(case.ranks)
-        if (path := Path(stage.directory, f"struck-{rank}")).exists()
-    ]
-    return time.monotonic() - min(moments) if moments else None
-
-
-def compare(trained: Trained, expected: Trained, outcome: Outcome) -> None:
-    """Check that every loss and norm is exactly that of the run without a fault."""
-    for name in ("losses", "grad_norms"):
-        ours, right = getattr(trained, name), getattr(expected, name)
-        outcome.check(ours == right, f"wrong {name}: {ours} instead of {right}")
-
-
-def look_around(stage: Stage, ports: set[tuple[str, int]], outcome: Outcome) -> None:
-    """Check that there are no more processes, ports and directories than a session has."""
-    usual = stage.usual_processes[outcome.case.ranks]
-    done = until(lambda: len(processes()) <= usual)
-    outcome.check(done, f"{usual} processes are usual, not {processes()}")
-    outcome.check(listening() <= ports, f"this process listens at {listening() - ports}")

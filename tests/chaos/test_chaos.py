@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 from cases import Kind, draw
-from run import do
-from strike import Stage
-from world import growth
+from left_over import growth
+from stage import Stage
+from starting import do
 
 LIVE, IN_ONE_TEST = range(160), 10
-WORLDS, WORLDS_IN_ONE_TEST = range(20), 4
+WORLDS, WORLDS_IN_ONE_TEST = range(20), 2
 
 
 def check(stage: Stage, seeds: range, kind: Kind) -> None:
@@ -38,6 +38,7 @@ def test_a_hundred_faults_leave_no_file_and_no_thread_open(stage: Stage) -> None
     assert all(held.descriptors <= 0 and held.threads <= 0 for held in grown.values()), grown
 
 
+@pytest.mark.timeout(120)  # engines that are started one by one each import torch
 @pytest.mark.parametrize("first", WORLDS[::WORLDS_IN_ONE_TEST])
 def test_fresh_engines_are_there_after_every_death(stage: Stage, first: int) -> None:
     check(stage, range(first, first + WORLDS_IN_ONE_TEST), "world")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 from cases import PROGRAMS, draw
-from strike import Stage, Trained, build, train
+from stage import Stage, Trained, build, train
 
 from fsdp_magic.errors import CellInterrupted
 
