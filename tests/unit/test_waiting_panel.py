@@ -125,8 +125,8 @@ def test_only_a_wait_of_all_is_hopeless() -> None:
     assert ranks.watch.hopeless(ranks.after(3))
     ranks.places[2] = COMPUTES
     assert not ranks.watch.hopeless(ranks.after(3)), "rank 2 may set rank 1 free"
-    ranks.places[2] = Whereabouts(doing="calls recv", is_message=True, seconds=9.0)
-    assert not ranks.watch.hopeless(ranks.after(3)), "nobody knows whose message it waits for"
+    ranks.places[2] = Whereabouts(doing="calls recv", missing=(0,), is_message=True, seconds=9.0)
+    assert not ranks.watch.hopeless(ranks.after(3)), "it may be on its way"
 
 
 def test_each_waiting_for_the_other_is_hopeless() -> None:
