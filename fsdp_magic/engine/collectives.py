@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -109,8 +110,11 @@ _SIZED_BY = {
 }
 
 
-class Units:
-    """Which FSDP unit the collectives of this moment are for."""
+class Units(threading.local):
+    """Which FSDP unit the collectives of this moment are for, in each thread.
+
+    A checkpoint may be saved in another thread meanwhile, with collectives of its own.
+    """
 
     def __init__(self) -> None:
         self.name = ""
@@ -129,7 +133,7 @@ class Units:
 
 
 UNITS = Units()
-"""Of this process; FSDP2 issues what belongs to a unit in one thread at a time."""
+"""Of this process."""
 
 
 def collective(call: str, args: tuple[Any, ...]) -> Collective:

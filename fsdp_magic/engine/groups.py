@@ -54,7 +54,10 @@ class Groups:
         issued = None if group is None else group.log.newest
         if group is None or issued is None:
             return "", (), 0.0
-        ranks = dist.get_process_group_ranks(group)
+        try:
+            ranks = dist.get_process_group_ranks(group)
+        except (KeyError, ValueError):  # the person has destroyed it since
+            return "", (), 0.0
         return issued.text, tuple(ranks[r] for r in group.log.missing()), group.log.issued_at
 
     def disconnect(self) -> None:

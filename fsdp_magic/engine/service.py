@@ -95,6 +95,7 @@ class Service:
         if question == self._answered:
             return
         self._answered = question
-        where = LOCATOR.of_main_thread()
-        report = WhereReport(rank=self._world.rank, number=question, where=where)
-        publish_data({WHERE_KEY: report})
+        with suppress(Exception):  # whatever fails here, this thread must go on watching
+            where = LOCATOR.of_main_thread()
+            report = WhereReport(rank=self._world.rank, number=question, where=where)
+            publish_data({WHERE_KEY: report})

@@ -81,7 +81,8 @@ class Surroundings:
         directory: of this host, for its owner only.
         given_up: whether the transports of a generation were given up, by this rank or a peer.
         newest: the group that issued a collective last; None: none has.
-        message_at: when a message to or from one other rank was issued last.
+        message_peer: the rank that a message was sent to or awaited from last; None: none, or any.
+        message_at: when that was.
         idle_ranks: ranks that do not run the cell of this moment.
     """
 
@@ -89,6 +90,7 @@ class Surroundings:
     directory: Path
     given_up: Callable[[int], bool]
     newest: SwappableGroup | None = None
+    message_peer: int | None = None
     message_at: float = 0.0
     idle_ranks: frozenset[int] = frozenset()
 
@@ -193,8 +195,8 @@ class SwappableGroup(NamedGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the group, on the host."""
-        args = () if opts is None else (opts,)
-        return self._issue(self._inner("cpu").barrier, "barrier", args, {})
+        inner = self._inner("cpu")
+        return self._issue(inner.barrier, "barrier", () if opts is None else (opts,), {})
 
     def _refuse_idle(self, wanted: Sequence[int]) -> None:
         """Raise if a wanted rank does not run the cell: it would be waited for in vain."""
@@ -228,6 +230,12 @@ class SwappableGroup(NamedGroup):
             self.log.take_back()
             raise
 
+    def _note_message(self, peer: int | None) -> None:
+        """Note with which rank of the group a message is exchanged; None: with any."""
+        if peer is not None:
+            self._refuse_idle([peer := dist.get_process_group_ranks(self)[peer]])
+        self._around.message_peer, self._around.message_at = peer, time.monotonic()
+
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing; inner groups count for themselves."""
 
@@ -249,9 +257,7 @@ def _forward(name: str, older_name: str) -> Callable[..., Any]:
         inner = self._inner(device)
         call = getattr(inner, name, None) or getattr(inner, older_name)
         if older_name in _POINT_TO_POINT:
-            self._around.message_at = time.monotonic()
-            if self._around.idle_ranks and isinstance(args[1], int):
-                self._refuse_idle([dist.get_process_group_ranks(self)[args[1]]])
+            self._note_message(None if older_name == "recv_anysource" else args[1])
             return call(*args, **kwargs)
         return self._issue(call, older_name, args, kwargs)
 

@@ -115,8 +115,10 @@ class Locator:
             return _at(places)
         message = next((p.function for p in called if p.function in _POINT_TO_POINT), "")
         if message:
-            since = world.groups.surroundings.message_at
-            return replace(_at(places, doing=f"calls {message}", since=since), is_message=True)
+            around = world.groups.surroundings
+            peers = () if around.message_peer is None else (around.message_peer,)
+            where = _at(places, doing=f"calls {message}", missing=peers, since=around.message_at)
+            return replace(where, is_message=True)
         issued, missing, since = world.groups.newest()
         return _at(places, doing=issued, missing=missing, since=since) if missing else _at(places)
 

@@ -124,7 +124,9 @@ class WaitingWatch:
         Nothing can ever free them: whoever could come waits too, or has left.
         """
         inside = [] if view is None else [w for w in view.places.values() if w is not None]
-        return bool(inside) and all(w.missing and w.seconds >= self.wait_seconds for w in inside)
+        return bool(inside) and all(
+            w.missing and not w.is_message and w.seconds >= self.wait_seconds for w in inside
+        )
 
     def _place(self, rank: int, now: float) -> Whereabouts | None:
         """Return where a rank is; None: it has still time to say."""

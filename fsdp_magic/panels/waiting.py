@@ -114,7 +114,7 @@ def diverged(failures: Mapping[int, Failure]) -> str:
 def hopeless(view: WaitingView) -> str:
     """Return the sentence of ranks that all wait for others, which can never come."""
     deeds = [
-        f"rank {ranks_text(ranks)} {one_line(where.doing)}{_in_line(where)}"
+        f"{_each(ranks)} {one_line(where.doing)}{_in_line(where)}"
         for where, ranks, _ in _together(view)
         if where is not None
     ]
@@ -127,6 +127,10 @@ def hopeless(view: WaitingView) -> str:
         "every rank, such as a sharded model's forward, must run on every rank: take it out of "
         "the `if`"
     )
+
+
+def _each(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of the ranks {ranks_text(ranks)}"
 
 
 def _deed_of(rank: int, where: Whereabouts | None) -> str:

@@ -158,7 +158,7 @@ def test_an_interrupted_cell_says_where_its_ranks_waited(session: Session) -> No
     told = rows(str(caught.value))
     assert told[0] == "interrupted"
     assert told[2:] == [
-        "0 2: dist.recv(torch.ones(1), 1) calls recv",
+        "0 2: dist.recv(torch.ones(1), 1) calls recv, waits for rank 1",
         "1 3: dist.barrier() calls barrier, waits for rank 0",
     ]
     with interrupted_after(0.2), pytest.raises(CellInterrupted) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,13 @@ def test_what_must_be_equal_is_told_apart_and_no_more() -> None:
 
 
 def test_a_unit_names_its_collectives_and_only_those() -> None:
-    gathering = UNITS.naming("model.h.0", lambda: collective("_allgather_base", (torch.ones(8),)))
-    assert gathering().text == "gathers `model.h.0`"
+    def gather() -> Collective:
+        return collective("_allgather_base", (torch.ones(8),))
+
+    def gather_beside() -> Collective:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(gather).result()
+
+    assert UNITS.naming("model.h.0", gather)().text == "gathers `model.h.0`"
+    assert UNITS.naming("model.h.0", gather_beside)().unit == "", "that of another thread"
     assert collective("_allgather_base", (torch.ones(8),)).text == "calls all_gather of 8 float32"

@@ -109,6 +109,14 @@ def test_what_ranks_said_at_different_moments_is_not_put_together() -> None:
     assert ranks.watch.look(now, inside={0, 1}, left=set()) is shown
 
 
+def test_an_answer_from_before_a_rank_left_is_too_old() -> None:
+    ranks = Ranks({0: COMPUTES, 1: WAITS})
+    ranks.after(6)
+    ranks.watch.look(ranks.now + 0.01, inside={1}, left={0})
+    ranks.watch.take(WhereReport(rank=1, number=ranks.questions, where=WAITS), ranks.now)
+    assert ranks.watch.look(ranks.now + 0.02, inside={1}, left={0}) is None
+
+
 def test_only_a_wait_of_all_is_hopeless() -> None:
     ranks = Ranks({0: COMPUTES, 1: WAITS, 2: WAITS})
     assert not ranks.watch.hopeless(ranks.after(10)), "rank 0 may still come"
@@ -117,8 +125,8 @@ def test_only_a_wait_of_all_is_hopeless() -> None:
     assert ranks.watch.hopeless(ranks.after(3))
     ranks.places[2] = COMPUTES
     assert not ranks.watch.hopeless(ranks.after(3)), "rank 2 may set rank 1 free"
-    ranks.places[2] = Whereabouts(doing="calls recv", is_message=True, seconds=9.0)
-    assert not ranks.watch.hopeless(ranks.after(3)), "nobody knows whose message it waits for"
+    ranks.places[2] = Whereabouts(doing="calls recv", missing=(0,), is_message=True, seconds=9.0)
+    assert not ranks.watch.hopeless(ranks.after(3)), "it may be on its way"
 
 
 def test_each_waiting_for_the_other_is_hopeless() -> None:
