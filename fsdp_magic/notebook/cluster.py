@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,8 @@ from fsdp_magic.core.protocol import HelloReport
 from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.cluster_files import empty, new_page
-from fsdp_magic.notebook.controller_road import (
-    ControllerRoad,
-    connected,
-    tell_of_end,
-    wait_for_engines,
-)
-from fsdp_magic.notebook.deaths import Death, Deaths
+from fsdp_magic.notebook.controller_road import Client, ControllerRoad
+from fsdp_magic.notebook.deaths import Death, Deaths, controller_ended, last_words
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Interruptions
@@ -57,6 +52,7 @@ class Cluster:
         directory: a 0700 directory for the connection files, logs, rendezvous and page.
         page: the page shared with the engines.
         lost: what the last request lost of what engines said; None: nothing.
+        controller_death: how the controller ended; None: it is there.
     """
 
     def __init__(
@@ -85,7 +81,8 @@ class Cluster:
         self._processes = Processes(
             n, directory=self.directory, environment=environment, server=server
         )
-        self._client: Any = None
+        self._client = Client(self._processes, self.directory)
+        self.controller_death: Death | None = None
         self._stopped = False
 
     # -- life
@@ -137,6 +134,7 @@ class Cluster:
             for order, launcher in fresh.items():
                 self._channels.replace(order, launcher.channel)
             self._wait_for(places, check=check)
+            self._refuse_known(self._ready[order].engine_id for order in places)
         except BaseException:
             self._processes.give_up(fresh.values())
             for order, launcher in fresh.items():
@@ -147,9 +145,15 @@ class Cluster:
         self._processes.engines.update(fresh)
         for engine_id in engine_ids:
             del self._orders[engine_id]
-        if self._client is not None:
-            wait_for_engines(self._client, self._living)
+        self._client.wait_for(self._living)
         return {engine_id: self._ready[order].engine_id for order, engine_id in places.items()}
+
+    def replace_controller(self) -> None:
+        """Start a controller in the place of one that has ended; engines find it by themselves."""
+        self._client.close()
+        self._processes.restart_controller(check=self.check_interrupted)
+        self.controller_death = None
+        self._watch_controller()
 
     def kill(self, engine_ids: Collection[int]) -> None:
         """End engines at once, and wait until they have ended."""
@@ -172,7 +176,7 @@ class Cluster:
             steps.callback(self._processes.close_channels)
             steps.callback(self._channels.close)
             steps.callback(self._processes.end)
-            steps.callback(self._close_client)
+            steps.callback(self._client.close)
 
     def check_interrupted(self) -> None:
         """Raise if the person interrupted since the interruptions began to be held back."""
@@ -180,11 +184,6 @@ class Cluster:
             raise CellInterrupted(
                 "interrupted while the engines started; there are none now: type %fsdp_init"
             )
-
-    def _close_client(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close(linger=0)
 
     def _remove_files(self) -> None:
         if self._server is None:
@@ -199,6 +198,11 @@ class Cluster:
             self._changed.clear()
             check()
 
+    def _refuse_known(self, engine_ids: Iterable[int]) -> None:
+        """Raise if a controller that was replaced gave fresh engines numbers of earlier ones."""
+        if self._watched & set(engine_ids):
+            raise FsdpError("the controller gave a fresh engine the number of an earlier one")
+
     def _note_change(self, _: Any) -> None:
         self._changed.set()
 
@@ -211,13 +215,14 @@ class Cluster:
 
     @property
     def client(self) -> Any:
-        """The ipyparallel client, for a person who wants it; connected when first asked for."""
-        if self._client is None:
-            info = self._processes.loop.run(self._processes.controller.get_connection_info())
-            self._client = connected(
-                info["client"], self.directory, living=self._living, dead=self._deaths
-            )
-        return self._client
+        """The ipyparallel client, for a person who wants it; connected when first asked for.
+
+        Raises:
+            FsdpError: if the controller has ended.
+        """
+        if self.controller_death is not None:
+            raise controller_ended(self.controller_death)
+        return self._client.get(living=self._living, dead=self._deaths)
 
     @property
     def _living(self) -> set[int]:
@@ -241,7 +246,7 @@ class Cluster:
         self._events, self.lost = events, None
         for engine_id, (verb, request) in asked.items():
             order = self._orders.get(engine_id)
-            if order is None or self._client_waits:
+            if order is None or (self._client.waits and not self.controller_death):
                 road = ControllerRoad(self.client, self._processes.loop)
                 road.send(engine_id, verb, request, events)
             else:
@@ -249,16 +254,11 @@ class Cluster:
                 self._channels.send(order, message)
         return events
 
-    @property
-    def _client_waits(self) -> bool:
-        """Whether a ``%%px`` that came first is under way: the channel would overtake it."""
-        return self._client is not None and bool(self._client.outstanding)
-
     def _hear(self, order: int, message: Any) -> None:
         """Take what an engine says on its channel; runs in the thread that reads."""
         if isinstance(message, Ready):
             self._ready[order] = message
-            self._orders[message.engine_id] = order
+            self._orders.setdefault(message.engine_id, order)
             self._changed.set()
             return
         if isinstance(message, Unreadable):
@@ -301,12 +301,23 @@ class Cluster:
     # -- watching
 
     def watch(self) -> None:
-        """Say from now on when an engine ends."""
+        """Say from now on when an engine ends, or the controller."""
+        if not self._watched:
+            self._watch_controller()
         for engine_id in self.hellos.keys() - self._watched:
             self._watched.add(engine_id)
             launcher = self._launcher(engine_id)
             self._deaths.expect(engine_id, launcher.pid)
             launcher.on_stop(partial(self._note_death, engine_id, launcher))
+
+    def _watch_controller(self) -> None:
+        controller = self._processes.controller
+        controller.on_stop(partial(self._note_controller_death, controller))
+
+    def _note_controller_death(self, launcher: Any, data: Mapping[str, Any]) -> None:
+        log = last_words(launcher.get_output())
+        self.controller_death = Death(code=data.get("exit_code"), log=log)
+        self._client.note_controller_end(self._living)
 
     @property
     def deaths(self) -> dict[int, Death]:
@@ -318,6 +329,5 @@ class Cluster:
         self._deaths.note(engine_id, code, launcher.get_output())
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
-        if self._client is not None:
-            tell_of_end(self._client, engine_id)
+        self._client.note_end(engine_id)
         self._changed.set()

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
 from fsdp_magic.core.protocol import RecoverRequest, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
-from fsdp_magic.notebook.deaths import died, fate
+from fsdp_magic.notebook.deaths import Death, controller_ended, died, fate
 from fsdp_magic.notebook.escalations import CellEscalation, Patience
 from fsdp_magic.notebook.events import Answered, Died
 from fsdp_magic.notebook.fork_server import ForkServer
@@ -61,6 +62,7 @@ class Engines:
         self._ranks: dict[int, int] = {}
         self._generation = 1
         self._stuck: tuple[int, ...] = ()
+        self._told: Death | None = None
         self._displays = DisplayNames()
         self._asking = threading.Lock()
         try:
@@ -112,7 +114,9 @@ class Engines:
                 interruptions=self._interruptions,
                 escalation=CellEscalation(self, list(asked), run),
                 on_progress=None if run is None else run.add,
-                on_tick=on_tick,
+                on_tick=on_tick
+                if isinstance(screen, Nowhere)
+                else partial(self._tick, output, on_tick),
                 timeout=timeout,
             ).follow()
             if run is not None:
@@ -150,6 +154,15 @@ class Engines:
                     case Answered() | Died():
                         return None
         return None
+
+    def _tick(self, output: Output, on_tick: Callable[[], None] | None) -> None:
+        """Do what is due some twenty times a second; tell once that the controller has ended."""
+        death = self.cluster.controller_death
+        if death is not None and death is not self._told:
+            self._told = death
+            output.note(str(controller_ended(death)))
+        if on_tick is not None:
+            on_tick()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -134,7 +134,7 @@ def test_after_a_replacement_all_else_works(
     client = session.client
     lose(session)
     session.restart()
-    assert client[:].apply_sync(os.getpid) == pids(session)
+    assert set(client[:].apply_sync(os.getpid)) == set(pids(session))
     assert sorted(client.ids)[-1] > 1, "the fresh engine has an id of its own"
     session.run("print('to be seen')")
     assert "[ranks 0-1] to be seen" in capfd.readouterr().out
@@ -196,6 +196,47 @@ def test_if_replacing_fails_all_are_fresh_and_it_says_so(
     assert session.restarted == (
         "every rank has a fresh engine, because no fresh engine came within 0 s"
     )
+
+
+def test_a_killed_controller_costs_px_only_until_a_restart(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run("mine = rank + 1", show=False)
+    assert set(session.client[:].apply_sync(os.getpid)) == set(pids(session))
+    controller = session.engines.cluster._processes.controller.process
+    children = controller.children(recursive=True)
+    os.kill(controller.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 1.0
+    while session.engines.cluster.controller_death is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    for _ in range(2):
+        assert results(session, "mine") == ["1", "2"]
+        session.run("1")
+    told = capsys.readouterr().err
+    assert told.count("ipyparallel's controller ended (SIGKILL): %%px and session.client do") == 1
+    with pytest.raises(FsdpError, match="until %fsdp_restart starts another one"):
+        session.client  # noqa: B018
+    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+
+    before = pids(session)
+    session.restart()
+    assert session.restarted == "there is another controller; every rank kept its variables"
+    assert set(session.client[:].apply_sync(os.getpid)) == set(before)
+    assert results(session, "mine") == ["1", "2"]
+    lose(session)
+    session.restart()
+    assert set(session.client[:].apply_sync(os.getpid)) == set(pids(session))
+
+
+def test_when_the_controller_died_too_all_are_fresh(session: Session) -> None:
+    os.kill(session.engines.cluster._processes.controller.pid, signal.SIGKILL)
+    lose(session)
+    session.restart()
+    assert session.restarted == (
+        "every rank has a fresh engine, because the controller had ended, too"
+    )
+    assert results(session, "rank") == ["0", "1"]
 
 
 def test_an_interrupt_while_replacing_leaves_nothing_half_started(session: Session) -> None:
