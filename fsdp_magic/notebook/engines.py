@@ -22,7 +22,7 @@ from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
 from fsdp_magic.notebook.deaths import Death, controller_ended, died, fate
 from fsdp_magic.notebook.escalations import CellEscalation, Patience
-from fsdp_magic.notebook.events import Answered, Died
+from fsdp_magic.notebook.events import Answered, Died, Events
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of
@@ -33,6 +33,7 @@ from fsdp_magic.notebook.screen import Nowhere, Screen
 from fsdp_magic.notebook.world import WorldPlan
 
 _QUICK_SECONDS, _REPLACE_SECONDS = 30.0, 10.0
+_LOOK_SECONDS = 2.0
 _GLANCE_SECONDS = 0.2
 """How long a request waits for a look at an engine that another thread is just sending."""
 
@@ -145,15 +146,30 @@ class Engines:
             events = self.cluster.send(verb, {engine_id: request})
         finally:
             self._asking.release()
-        deadline = time.monotonic() + seconds
+        return self._answers(events, (engine_id,), seconds=seconds).get(rank)
+
+    def look(self, verb: str, request: Any) -> dict[int, Any]:
+        """Ask the ranks that are there, also when others are lost; return reports by rank."""
+        there = [engine_id for engine_id in self._ranks if engine_id not in self.lost]
+        with self._alone():
+            events = self.cluster.send(verb, dict.fromkeys(there, request))
+            return self._answers(events, there, seconds=_LOOK_SECONDS)
+
+    def _answers(
+        self, events: Events, engine_ids: Collection[int], *, seconds: float
+    ) -> dict[int, Any]:
+        """Return the reports that come in time, by rank."""
+        reports: dict[int, Any] = {}
+        waiting, deadline = set(engine_ids), time.monotonic() + seconds
         with suppress(queue.Empty):
-            while (left := deadline - time.monotonic()) > 0:
+            while waiting and (left := deadline - time.monotonic()) > 0:
                 match events.get(timeout=left):
-                    case Answered(reply=Reply(failure=None) as reply):
-                        return reply.report
-                    case Answered() | Died():
-                        return None
-        return None
+                    case Answered(engine_id=engine_id, reply=Reply(failure=None) as reply):
+                        reports[self._ranks[engine_id]] = reply.report
+                        waiting.discard(engine_id)
+                    case Answered(engine_id=engine_id) | Died(engine_id=engine_id):
+                        waiting.discard(engine_id)
+        return reports
 
     def _tick(self, output: Output, on_tick: Callable[[], None] | None) -> None:
         """Do what is due some twenty times a second; tell once that the controller has ended."""
@@ -228,6 +244,13 @@ class Engines:
     def lost(self) -> tuple[int, ...]:
         """The ids of the engines that have ended, or are stuck."""
         return tuple({*self.cluster.deaths, *self._stuck})
+
+    @property
+    def why_broken(self) -> str:
+        """What happened to the lost engines, in a line."""
+        with suppress(EngineDiedError):
+            self._check_dead()
+        return str(self.broken).partition("\n")[0]
 
     def replace(self) -> tuple[int, ...]:
         """Put a fresh engine in the place of each lost one; the others keep what they have.

@@ -153,6 +153,16 @@ def test_after_a_replacement_all_else_works(
     assert results(session, "rank") == ["0", "1"]
 
 
+def test_status_tells_of_the_dead_and_of_those_who_live(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lose(session)
+    assert [status.rank for status in session.status()] == [0]
+    assert "rank 1 on" in capsys.readouterr().out
+    session.restart()
+    assert [status.rank for status in session.status(show=False)] == [0, 1]
+
+
 # ---------------------------------------------------------------- how much is replaced
 
 
@@ -217,7 +227,8 @@ def test_a_killed_controller_costs_px_only_until_a_restart(
     assert told.count("ipyparallel's controller ended (SIGKILL): %%px and session.client do") == 1
     with pytest.raises(FsdpError, match="until %fsdp_restart starts another one"):
         session.client  # noqa: B018
-    assert not [c for c in children if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
+    _, left = psutil.wait_procs(children, timeout=2.0)
+    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
 
     before = pids(session)
     session.restart()
@@ -244,18 +255,23 @@ def test_an_interrupt_while_replacing_leaves_nothing_half_started(session: Sessi
     lose(session)
     before = ours()
     assert session._server is not None
-    os.kill(session._server.pid, signal.SIGSTOP)  # it would be too quick to be interrupted
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    server = session._server.pid
+    os.kill(server, signal.SIGSTOP)  # it would be too quick to be interrupted
+    timers = [
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)),
+        threading.Timer(0.5, os.kill, (server, signal.SIGCONT)),
+    ]
+    for timer in timers:
+        timer.start()
     with pytest.raises(CellInterrupted, match="the others keep their variables"):
         session.restart()
-    timer.join()
+    for timer in timers:
+        timer.join()
     assert ours() <= before
     with pytest.raises(EngineDiedError):
         session.run("1", show=False)
     session.restart()
     assert results(session, "globals().get('mine')") == ["1", None]
-    session.restart()  # with a fork server again
 
 
 def test_ten_replacements_leave_nothing_behind(session: Session) -> None:
