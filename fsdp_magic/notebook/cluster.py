@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,13 @@ from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.cluster_files import empty, new_page
 from fsdp_magic.notebook.controller_road import Client, ControllerRoad
-from fsdp_magic.notebook.deaths import Death, Deaths, controller_ended, last_words
+from fsdp_magic.notebook.deaths import Death, controller_ended
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Interruptions
 from fsdp_magic.notebook.processes import Processes
 from fsdp_magic.notebook.starting import replacement_check, start_check
+from fsdp_magic.notebook.watch import Watch
 
 _KILL_SECONDS, _LOOK_SECONDS = 2.0, 0.05
 
@@ -52,7 +52,6 @@ class Cluster:
         directory: a 0700 directory for the connection files, logs, rendezvous and page.
         page: the page shared with the engines.
         lost: what the last request lost of what engines said; None: nothing.
-        controller_death: how the controller ended; None: it is there.
     """
 
     def __init__(
@@ -72,8 +71,6 @@ class Cluster:
         self._events: Events | None = None
         self._number = 0
         self.lost: FsdpError | None = None
-        self._deaths = Deaths()
-        self._watched: set[int] = set()
         self._ready: dict[int, Ready] = {}
         self._orders: dict[int, int] = {}
         self._changed = threading.Event()
@@ -82,7 +79,10 @@ class Cluster:
             n, directory=self.directory, environment=environment, server=server
         )
         self._client = Client(self._processes, self.directory)
-        self.controller_death: Death | None = None
+        self._watch = Watch(
+            on_death=self._note_death,
+            on_controller_death=lambda: self._client.note_controller_end(self._living),
+        )
         self._stopped = False
 
     # -- life
@@ -152,15 +152,14 @@ class Cluster:
         """Start a controller in the place of one that has ended; engines find it by themselves."""
         self._client.close()
         self._processes.restart_controller(check=self.check_interrupted)
-        self.controller_death = None
-        self._watch_controller()
+        self._watch.controller(self._processes.controller)
 
     def kill(self, engine_ids: Collection[int]) -> None:
         """End engines at once, and wait until they have ended."""
         for engine_id in engine_ids:
             self._launcher(engine_id).signal(signal.SIGKILL)
         deadline = time.monotonic() + _KILL_SECONDS
-        while not self._deaths.keys() >= set(engine_ids) and time.monotonic() < deadline:
+        while not self._watch.deaths.keys() >= set(engine_ids) and time.monotonic() < deadline:
             self._changed.wait(timeout=_LOOK_SECONDS)
             self._changed.clear()
 
@@ -171,7 +170,7 @@ class Cluster:
         with self._interruptions, ExitStack() as steps:  # the last that is named comes first
             steps.callback(setattr, self, "_stopped", True)
             steps.callback(self._remove_files)
-            steps.callback(self._deaths.close)
+            steps.callback(self._watch.close)
             steps.callback(self._processes.loop.stop)
             steps.callback(self._processes.close_channels)
             steps.callback(self._channels.close)
@@ -200,7 +199,7 @@ class Cluster:
 
     def _refuse_known(self, engine_ids: Iterable[int]) -> None:
         """Raise if a controller that was replaced gave fresh engines numbers of earlier ones."""
-        if self._watched & set(engine_ids):
+        if self._watch.known & set(engine_ids):
             raise FsdpError("the controller gave a fresh engine the number of an earlier one")
 
     def _note_change(self, _: Any) -> None:
@@ -222,11 +221,11 @@ class Cluster:
         """
         if self.controller_death is not None:
             raise controller_ended(self.controller_death)
-        return self._client.get(living=self._living, dead=self._deaths)
+        return self._client.get(living=self._living, dead=self._watch.deaths)
 
     @property
     def _living(self) -> set[int]:
-        return self.hellos.keys() - self._deaths.keys()
+        return self.hellos.keys() - self._watch.deaths.keys()
 
     def send(self, verb: str, requests: Mapping[int, Any]) -> Events:
         """Ask engines for a verb, all at once; see ``send_each``."""
@@ -292,7 +291,7 @@ class Cluster:
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
         for engine_id in engine_ids:
-            if engine_id not in self._deaths:
+            if engine_id not in self._watch.deaths:
                 self._launcher(engine_id).signal(signal.SIGINT)
 
     def _launcher(self, engine_id: int) -> Any:
@@ -302,31 +301,22 @@ class Cluster:
 
     def watch(self) -> None:
         """Say from now on when an engine ends, or the controller."""
-        if not self._watched:
-            self._watch_controller()
-        for engine_id in self.hellos.keys() - self._watched:
-            self._watched.add(engine_id)
-            launcher = self._launcher(engine_id)
-            self._deaths.expect(engine_id, launcher.pid)
-            launcher.on_stop(partial(self._note_death, engine_id, launcher))
-
-    def _watch_controller(self) -> None:
-        controller = self._processes.controller
-        controller.on_stop(partial(self._note_controller_death, controller))
-
-    def _note_controller_death(self, launcher: Any, data: Mapping[str, Any]) -> None:
-        log = last_words(launcher.get_output())
-        self.controller_death = Death(code=data.get("exit_code"), log=log)
-        self._client.note_controller_end(self._living)
+        if not self._watch.known:
+            self._watch.controller(self._processes.controller)
+        for engine_id in self.hellos:
+            self._watch.engine(engine_id, self._launcher(engine_id))
 
     @property
     def deaths(self) -> dict[int, Death]:
         """How those engines ended that have, by id; one that was replaced is no longer named."""
-        return {i: death for i, death in self._deaths.items() if i in self._orders}
+        return {i: death for i, death in self._watch.deaths.items() if i in self._orders}
 
-    def _note_death(self, engine_id: int, launcher: Any, data: Mapping[str, Any]) -> None:
-        code = data.get("exit_code")
-        self._deaths.note(engine_id, code, launcher.get_output())
+    @property
+    def controller_death(self) -> Death | None:
+        """How the controller ended; None: it is there."""
+        return self._watch.controller_death
+
+    def _note_death(self, engine_id: int, code: int | None) -> None:
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
         self._client.note_end(engine_id)

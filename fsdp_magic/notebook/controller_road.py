@@ -169,8 +169,11 @@ def _connected(
     while not set(living) <= set(client.ids) and time.monotonic() < deadline:
         client.close(linger=0)  # a notice that comes while it connects is lost to it
         client = _connected_once(info, directory, living)
-    for engine_id in dead:
+    ended = set(dead)
+    for engine_id in ended:
         _tell_of_end(client, engine_id)
+    while ended & set(client.ids) and time.monotonic() < deadline:
+        time.sleep(0.005)  # its own thread takes them out; a %%px now would wait for them
     return client
 
 

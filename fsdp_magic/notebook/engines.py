@@ -7,9 +7,7 @@ cannot be recovered.
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,7 +20,6 @@ from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
 from fsdp_magic.notebook.deaths import Death, controller_ended, died, fate
 from fsdp_magic.notebook.escalations import CellEscalation, Patience
-from fsdp_magic.notebook.events import Answered, Died, Events
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of
@@ -146,30 +143,15 @@ class Engines:
             events = self.cluster.send(verb, {engine_id: request})
         finally:
             self._asking.release()
-        return self._answers(events, (engine_id,), seconds=seconds).get(rank)
+        return events.reports({engine_id}, seconds=seconds).get(engine_id)
 
     def look(self, verb: str, request: Any) -> dict[int, Any]:
         """Ask the ranks that are there, also when others are lost; return reports by rank."""
         there = [engine_id for engine_id in self._ranks if engine_id not in self.lost]
         with self._alone():
             events = self.cluster.send(verb, dict.fromkeys(there, request))
-            return self._answers(events, there, seconds=_LOOK_SECONDS)
-
-    def _answers(
-        self, events: Events, engine_ids: Collection[int], *, seconds: float
-    ) -> dict[int, Any]:
-        """Return the reports that come in time, by rank."""
-        reports: dict[int, Any] = {}
-        waiting, deadline = set(engine_ids), time.monotonic() + seconds
-        with suppress(queue.Empty):
-            while waiting and (left := deadline - time.monotonic()) > 0:
-                match events.get(timeout=left):
-                    case Answered(engine_id=engine_id, reply=Reply(failure=None) as reply):
-                        reports[self._ranks[engine_id]] = reply.report
-                        waiting.discard(engine_id)
-                    case Answered(engine_id=engine_id) | Died(engine_id=engine_id):
-                        waiting.discard(engine_id)
-        return reports
+            reports = events.reports(set(there), seconds=_LOOK_SECONDS)
+        return {self._ranks[engine_id]: report for engine_id, report in reports.items()}
 
     def _tick(self, output: Output, on_tick: Callable[[], None] | None) -> None:
         """Do what is due some twenty times a second; tell once that the controller has ended."""
