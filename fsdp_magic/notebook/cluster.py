@@ -15,9 +15,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,14 @@ from fsdp_magic.core.protocol import HelloReport
 from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.cluster_files import empty, new_page
-from fsdp_magic.notebook.controller_road import (
-    ControllerRoad,
-    connected,
-    tell_of_end,
-    wait_for_engines,
-)
-from fsdp_magic.notebook.deaths import Death, Deaths
+from fsdp_magic.notebook.controller_road import Client, ControllerRoad
+from fsdp_magic.notebook.deaths import Death, controller_ended
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Interruptions
 from fsdp_magic.notebook.processes import Processes
 from fsdp_magic.notebook.starting import replacement_check, start_check
+from fsdp_magic.notebook.watch import Watch
 
 _KILL_SECONDS, _LOOK_SECONDS = 2.0, 0.05
 
@@ -76,8 +71,6 @@ class Cluster:
         self._events: Events | None = None
         self._number = 0
         self.lost: FsdpError | None = None
-        self._deaths = Deaths()
-        self._watched: set[int] = set()
         self._ready: dict[int, Ready] = {}
         self._orders: dict[int, int] = {}
         self._changed = threading.Event()
@@ -85,7 +78,11 @@ class Cluster:
         self._processes = Processes(
             n, directory=self.directory, environment=environment, server=server
         )
-        self._client: Any = None
+        self._client = Client(self._processes, self.directory)
+        self._watch = Watch(
+            on_death=self._note_death,
+            on_controller_death=lambda: self._client.note_controller_end(self._living),
+        )
         self._stopped = False
 
     # -- life
@@ -137,6 +134,7 @@ class Cluster:
             for order, launcher in fresh.items():
                 self._channels.replace(order, launcher.channel)
             self._wait_for(places, check=check)
+            self._refuse_known(self._ready[order].engine_id for order in places)
         except BaseException:
             self._processes.give_up(fresh.values())
             for order, launcher in fresh.items():
@@ -147,16 +145,21 @@ class Cluster:
         self._processes.engines.update(fresh)
         for engine_id in engine_ids:
             del self._orders[engine_id]
-        if self._client is not None:
-            wait_for_engines(self._client, self._living)
+        self._client.wait_for(self._living)
         return {engine_id: self._ready[order].engine_id for order, engine_id in places.items()}
+
+    def replace_controller(self) -> None:
+        """Start a controller in the place of one that has ended; engines find it by themselves."""
+        self._client.close()
+        self._processes.restart_controller(check=self.check_interrupted)
+        self._watch.controller(self._processes.controller)
 
     def kill(self, engine_ids: Collection[int]) -> None:
         """End engines at once, and wait until they have ended."""
         for engine_id in engine_ids:
             self._launcher(engine_id).signal(signal.SIGKILL)
         deadline = time.monotonic() + _KILL_SECONDS
-        while not self._deaths.keys() >= set(engine_ids) and time.monotonic() < deadline:
+        while not self._watch.deaths.keys() >= set(engine_ids) and time.monotonic() < deadline:
             self._changed.wait(timeout=_LOOK_SECONDS)
             self._changed.clear()
 
@@ -167,12 +170,12 @@ class Cluster:
         with self._interruptions, ExitStack() as steps:  # the last that is named comes first
             steps.callback(setattr, self, "_stopped", True)
             steps.callback(self._remove_files)
-            steps.callback(self._deaths.close)
+            steps.callback(self._watch.close)
             steps.callback(self._processes.loop.stop)
             steps.callback(self._processes.close_channels)
             steps.callback(self._channels.close)
             steps.callback(self._processes.end)
-            steps.callback(self._close_client)
+            steps.callback(self._client.close)
 
     def check_interrupted(self) -> None:
         """Raise if the person interrupted since the interruptions began to be held back."""
@@ -180,11 +183,6 @@ class Cluster:
             raise CellInterrupted(
                 "interrupted while the engines started; there are none now: type %fsdp_init"
             )
-
-    def _close_client(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close(linger=0)
 
     def _remove_files(self) -> None:
         if self._server is None:
@@ -199,6 +197,11 @@ class Cluster:
             self._changed.clear()
             check()
 
+    def _refuse_known(self, engine_ids: Iterable[int]) -> None:
+        """Raise if a controller that was replaced gave fresh engines numbers of earlier ones."""
+        if self._watch.known & set(engine_ids):
+            raise FsdpError("the controller gave a fresh engine the number of an earlier one")
+
     def _note_change(self, _: Any) -> None:
         self._changed.set()
 
@@ -211,17 +214,18 @@ class Cluster:
 
     @property
     def client(self) -> Any:
-        """The ipyparallel client, for a person who wants it; connected when first asked for."""
-        if self._client is None:
-            info = self._processes.loop.run(self._processes.controller.get_connection_info())
-            self._client = connected(
-                info["client"], self.directory, living=self._living, dead=self._deaths
-            )
-        return self._client
+        """The ipyparallel client, for a person who wants it; connected when first asked for.
+
+        Raises:
+            FsdpError: if the controller has ended.
+        """
+        if self.controller_death is not None:
+            raise controller_ended(self.controller_death)
+        return self._client.get(living=self._living, dead=self._watch.deaths)
 
     @property
     def _living(self) -> set[int]:
-        return self.hellos.keys() - self._deaths.keys()
+        return self.hellos.keys() - self._watch.deaths.keys()
 
     def send(self, verb: str, requests: Mapping[int, Any]) -> Events:
         """Ask engines for a verb, all at once; see ``send_each``."""
@@ -241,7 +245,7 @@ class Cluster:
         self._events, self.lost = events, None
         for engine_id, (verb, request) in asked.items():
             order = self._orders.get(engine_id)
-            if order is None or self._client_waits:
+            if order is None or (self._client.waits and not self.controller_death):
                 road = ControllerRoad(self.client, self._processes.loop)
                 road.send(engine_id, verb, request, events)
             else:
@@ -249,16 +253,11 @@ class Cluster:
                 self._channels.send(order, message)
         return events
 
-    @property
-    def _client_waits(self) -> bool:
-        """Whether a ``%%px`` that came first is under way: the channel would overtake it."""
-        return self._client is not None and bool(self._client.outstanding)
-
     def _hear(self, order: int, message: Any) -> None:
         """Take what an engine says on its channel; runs in the thread that reads."""
         if isinstance(message, Ready):
             self._ready[order] = message
-            self._orders[message.engine_id] = order
+            self._orders.setdefault(message.engine_id, order)
             self._changed.set()
             return
         if isinstance(message, Unreadable):
@@ -292,7 +291,7 @@ class Cluster:
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
         for engine_id in engine_ids:
-            if engine_id not in self._deaths:
+            if engine_id not in self._watch.deaths:
                 self._launcher(engine_id).signal(signal.SIGINT)
 
     def _launcher(self, engine_id: int) -> Any:
@@ -301,23 +300,24 @@ class Cluster:
     # -- watching
 
     def watch(self) -> None:
-        """Say from now on when an engine ends."""
-        for engine_id in self.hellos.keys() - self._watched:
-            self._watched.add(engine_id)
-            launcher = self._launcher(engine_id)
-            self._deaths.expect(engine_id, launcher.pid)
-            launcher.on_stop(partial(self._note_death, engine_id, launcher))
+        """Say from now on when an engine ends, or the controller."""
+        if not self._watch.known:
+            self._watch.controller(self._processes.controller)
+        for engine_id in self.hellos:
+            self._watch.engine(engine_id, self._launcher(engine_id))
 
     @property
     def deaths(self) -> dict[int, Death]:
         """How those engines ended that have, by id; one that was replaced is no longer named."""
-        return {i: death for i, death in self._deaths.items() if i in self._orders}
+        return {i: death for i, death in self._watch.deaths.items() if i in self._orders}
 
-    def _note_death(self, engine_id: int, launcher: Any, data: Mapping[str, Any]) -> None:
-        code = data.get("exit_code")
-        self._deaths.note(engine_id, code, launcher.get_output())
+    @property
+    def controller_death(self) -> Death | None:
+        """How the controller ended; None: it is there."""
+        return self._watch.controller_death
+
+    def _note_death(self, engine_id: int, code: int | None) -> None:
         if self._events is not None:
             self._events.put(Died(engine_id=engine_id, exit_code=code))
-        if self._client is not None:
-            tell_of_end(self._client, engine_id)
+        self._client.note_end(engine_id)
         self._changed.set()

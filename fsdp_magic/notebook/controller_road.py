@@ -19,6 +19,7 @@ from ipyparallel.error import RemoteError
 from fsdp_magic.core.protocol import CALL_NAME, DIGESTS
 from fsdp_magic.notebook.events import Answered, Died, Events, event_of
 from fsdp_magic.notebook.launch import LoopThread
+from fsdp_magic.notebook.processes import Processes
 
 _CONNECT_SECONDS, _REGISTER_SECONDS = 60.0, 5.0
 _OUTPUT_SECONDS = 2.0
@@ -99,7 +100,60 @@ class ControllerRoad:
         self._loop.later(_OUTPUT_SECONDS, partial(events.put, died))
 
 
-def connected(
+class Client:
+    """ipyparallel's client, for a person who wants it; connected when first asked for.
+
+    Args:
+        processes: the controller's among them.
+        directory: its profile.
+    """
+
+    def __init__(self, processes: Processes, directory: str) -> None:
+        self._processes = processes
+        self._directory = directory
+        self._client: Any = None
+
+    def get(self, *, living: Collection[int], dead: Iterable[int]) -> Any:
+        """Return it.
+
+        Args:
+            living: ids of the engines that are there.
+            dead: ids of those that have ended.
+        """
+        if self._client is None:
+            info = self._processes.loop.run(self._processes.controller.get_connection_info())
+            self._client = _connected(info["client"], self._directory, living=living, dead=dead)
+        return self._client
+
+    @property
+    def waits(self) -> bool:
+        """Whether a ``%%px`` is under way: the channel would overtake it."""
+        return self._client is not None and bool(self._client.outstanding)
+
+    def note_end(self, engine_id: int) -> None:
+        """Note that an engine has ended."""
+        if self._client is not None:
+            _tell_of_end(self._client, engine_id)
+
+    def note_controller_end(self, engine_ids: Iterable[int]) -> None:
+        """Note that the controller has ended: no ``%%px`` gets an answer any more."""
+        if self._client is not None:
+            for engine_id in engine_ids:
+                _tell_client(self._client, engine_id)
+
+    def wait_for(self, living: Collection[int]) -> None:
+        """Wait until it knows engines, if it is connected."""
+        if self._client is not None:
+            _wait_for_engines(self._client, living)
+
+    def close(self) -> None:
+        """Close it; the next one that is asked for is another."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(linger=0)
+
+
+def _connected(
     info: Mapping[str, Any], directory: str, *, living: Collection[int], dead: Iterable[int]
 ) -> Any:
     """Return ipyparallel's client, once it knows the engines that live, and only those.
@@ -115,26 +169,29 @@ def connected(
     while not set(living) <= set(client.ids) and time.monotonic() < deadline:
         client.close(linger=0)  # a notice that comes while it connects is lost to it
         client = _connected_once(info, directory, living)
-    for engine_id in dead:
-        tell_of_end(client, engine_id)
+    ended = set(dead)
+    for engine_id in ended:
+        _tell_of_end(client, engine_id)
+    while ended & set(client.ids) and time.monotonic() < deadline:
+        time.sleep(0.005)  # its own thread takes them out; a %%px now would wait for them
     return client
 
 
 def _connected_once(info: Mapping[str, Any], directory: str, living: Collection[int]) -> Any:
     client = ipyparallel.Client(info, profile_dir=directory, timeout=_CONNECT_SECONDS)
     client.session.digest_history_size = DIGESTS
-    wait_for_engines(client, living)
+    _wait_for_engines(client, living)
     return client
 
 
-def wait_for_engines(client: Any, living: Collection[int]) -> None:
+def _wait_for_engines(client: Any, living: Collection[int]) -> None:
     """Wait until a client knows engines; a registration completes on a beat of the hub's heart."""
     deadline = time.monotonic() + _REGISTER_SECONDS
     while not set(living) <= set(client.ids) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def tell_of_end(client: Any, engine_id: int) -> None:
+def _tell_of_end(client: Any, engine_id: int) -> None:
     """Tell ipyparallel's hub and client that an engine ended, so that no ``%%px`` waits for it.
 
     A process beside each engine, ipyparallel's nanny, would do this and no more for us. Sockets
@@ -143,6 +200,10 @@ def tell_of_end(client: Any, engine_id: int) -> None:
     """
     message = client.session.msg("unregistration_request", content={"id": engine_id})
     client._io_loop.add_callback(client.session.send, client._query_stream, message)
+    _tell_client(client, engine_id)
+
+
+def _tell_client(client: Any, engine_id: int) -> None:
     uuid = client._engines.get(engine_id, "")
     told = {"content": {"id": engine_id, "uuid": uuid}}
     client._io_loop.add_callback(client._unregister_engine, told)

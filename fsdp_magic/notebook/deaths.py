@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_magic.core.errors import EngineDiedError
+from fsdp_magic.core.errors import EngineDiedError, FsdpError
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.panels.parts import plain
 
@@ -183,6 +183,17 @@ def died(deaths: Mapping[int, Death], *, world_size: int) -> EngineDiedError:
         if death.log:
             lines += [f"the last lines of the log of rank {rank}:", *death.log]
     return EngineDiedError("\n".join(lines), rank=first, host=host, signal=deaths[first].signal)
+
+
+def controller_ended(death: Death) -> FsdpError:
+    """Return the error that tells of the end of the controller."""
+    lines = [
+        f"ipyparallel's controller ended ({death.how}): %%px and session.client do not work until "
+        "%fsdp_restart starts another one; all else goes on, and nothing is lost"
+    ]
+    if death.log:
+        lines += ["the last lines of its log:", *death.log]
+    return FsdpError("\n".join(lines))
 
 
 def fate(lost: int, *, of: int) -> str:

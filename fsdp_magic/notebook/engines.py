@@ -7,9 +7,7 @@ cannot be recovered.
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -22,9 +20,8 @@ from fsdp_magic.core.protocol import JoinRequest, RecoverRequest, Reply
 from fsdp_magic.core.recovery import RecoverReport, RestoreReport, RestoreRequest
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.cluster import Cluster
-from fsdp_magic.notebook.deaths import died, fate
+from fsdp_magic.notebook.deaths import Death, controller_ended, died, fate
 from fsdp_magic.notebook.escalations import CellEscalation, Patience
-from fsdp_magic.notebook.events import Answered, Died
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Follower, Interruptions, Outcome
 from fsdp_magic.notebook.outcomes import failure_of, waiting_at_the_end
@@ -40,6 +37,7 @@ from fsdp_magic.notebook.world import WorldPlan
 from fsdp_magic.panels import waiting
 
 _QUICK_SECONDS, _REPLACE_SECONDS = 30.0, 10.0
+_LOOK_SECONDS = 2.0
 _GLANCE_SECONDS = 0.2
 """How long a request waits for a look at an engine that another thread is just sending."""
 
@@ -77,6 +75,7 @@ class Engines:
         self._ranks: dict[int, int] = {}
         self._generation = 1
         self._stuck: tuple[int, ...] = ()
+        self._told: Death | None = None
         self._displays = DisplayNames()
         self._asking = threading.Lock()
         try:
@@ -128,7 +127,9 @@ class Engines:
                 interruptions=self._interruptions,
                 escalation=CellEscalation(self, list(asked), run),
                 on_progress=None if run is None else run.add,
-                on_tick=on_tick,
+                on_tick=on_tick
+                if isinstance(screen, Nowhere)
+                else partial(self._tick, output, on_tick),
                 watch=WaitingWatch(page=self.cluster.page, stacks=self._stacks()),
                 on_waiting=None if run is None else partial(setattr, run, "waiting"),
                 timeout=timeout,
@@ -162,15 +163,24 @@ class Engines:
             events = self.cluster.send(verb, {engine_id: request})
         finally:
             self._asking.release()
-        deadline = time.monotonic() + seconds
-        with suppress(queue.Empty):
-            while (left := deadline - time.monotonic()) > 0:
-                match events.get(timeout=left):
-                    case Answered(reply=Reply(failure=None) as reply):
-                        return reply.report
-                    case Answered() | Died():
-                        return None
-        return None
+        return events.reports({engine_id}, seconds=seconds).get(engine_id)
+
+    def look(self, verb: str, request: Any) -> dict[int, Any]:
+        """Ask the ranks that are there, also when others are lost; return reports by rank."""
+        there = [engine_id for engine_id in self._ranks if engine_id not in self.lost]
+        with self._alone():
+            events = self.cluster.send(verb, dict.fromkeys(there, request))
+            reports = events.reports(set(there), seconds=_LOOK_SECONDS)
+        return {self._ranks[engine_id]: report for engine_id, report in reports.items()}
+
+    def _tick(self, output: Output, on_tick: Callable[[], None] | None) -> None:
+        """Do what is due some twenty times a second; tell once that the controller has ended."""
+        death = self.cluster.controller_death
+        if death is not None and death is not self._told:
+            self._told = death
+            output.note(str(controller_ended(death)))
+        if on_tick is not None:
+            on_tick()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -262,6 +272,13 @@ class Engines:
     def lost(self) -> tuple[int, ...]:
         """The ids of the engines that have ended, or are stuck."""
         return tuple({*self.cluster.deaths, *self._stuck})
+
+    @property
+    def why_broken(self) -> str:
+        """What happened to the lost engines, in a line."""
+        with suppress(EngineDiedError):
+            self._check_dead()
+        return str(self.broken).partition("\n")[0]
 
     def replace(self) -> tuple[int, ...]:
         """Put a fresh engine in the place of each lost one; the others keep what they have.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +94,21 @@ class Events(queue.Queue[Event]):
     3.11 and 3.12 go on waiting without any timeout, and an interrupt would be lost. Source:
     Modules/_queuemodule.c, which takes a negative rest of the timeout for "for ever".
     """
+
+    def reports(self, engine_ids: set[int], *, seconds: float) -> dict[int, Any]:
+        """Wait for engines' answers, and return the reports that come in time, by engine id."""
+        reports: dict[int, Any] = {}
+        waiting, deadline = set(engine_ids), time.monotonic() + seconds
+        with suppress(queue.Empty):
+            while waiting and (left := deadline - time.monotonic()) > 0:
+                event = self.get(timeout=left)
+                match event:
+                    case Answered(reply=Reply(failure=None) as reply):
+                        reports[event.engine_id] = reply.report
+                        waiting.discard(event.engine_id)
+                    case Answered() | Died():
+                        waiting.discard(event.engine_id)
+        return reports
 
 
 def event_of(engine_id: int, message: Mapping[str, Any]) -> Event | None:

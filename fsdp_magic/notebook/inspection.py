@@ -49,11 +49,25 @@ class Inspection(Lifetime):
         return placement
 
     def status(self, *, show: bool = True) -> list[RankStatus]:
-        """Return what each rank is and how its memory stands, by rank."""
+        """Return what each rank is and how its memory stands, by rank.
+
+        While ranks are dead or stuck: of the others, and what happened is said below.
+        """
+        if self.engines.lost:
+            return self._status_of_the_living(show=show)
         replies = self._quietly("status", self._everywhere(StatusRequest()))
         ranks: list[RankStatus] = [replies[rank].report for rank in sorted(replies)]
         if show:
             self.show_status(ranks)
+        return ranks
+
+    def _status_of_the_living(self, *, show: bool) -> list[RankStatus]:
+        reports = self.engines.look("status", StatusRequest())
+        ranks: list[RankStatus] = [reports[rank] for rank in sorted(reports)]
+        if show:
+            if ranks:
+                self.show_status(ranks)
+            display.write("stdout", f"{self.engines.why_broken}\n")
         return ranks
 
     def show_status(self, ranks: Sequence[RankStatus]) -> None:

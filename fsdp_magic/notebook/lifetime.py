@@ -45,7 +45,7 @@ class Lifetime:
             self._start()
 
     def restart(self) -> Self:
-        """Replace the engines that have ended or are stuck; if none has, every engine.
+        """Replace what has ended or is stuck: engines, the controller; else every engine.
 
         Those that live keep their variables, but a sharded model has lost shards. On fresh
         engines there are no variables. ``restarted`` says what was done.
@@ -62,16 +62,37 @@ class Lifetime:
         return self
 
     def _replace_lost(self) -> bool:
-        """Replace the engines that are lost, and return whether that was enough."""
+        """Replace what is lost, a controller or engines, and return whether that was enough."""
         self.restarted, engines = "", self._engines
-        if engines is None or not 0 < len(engines.lost) < self.world_size:
+        if engines is None or len(engines.lost) == self.world_size:
+            return False
+        if engines.broken is not None and not engines.lost:
             return False
         try:
-            ranks = engines.replace()
+            return self._replace_controller(engines) or self._replace_engines(engines)
         except FsdpError as error:
             why = str(error).partition("\n")[0]
             self.restarted = f"every rank has a fresh engine, because {why}"
             return False
+
+    def _replace_controller(self, engines: Engines) -> bool:
+        """Replace the controller if it has ended.
+
+        With an engine too there would be much to hope for: the new controller knows from a file
+        which engines there are, and must not give a fresh one the number of another.
+        """
+        if engines.cluster.controller_death is None:
+            return False
+        if engines.lost:
+            raise FsdpError("the controller had ended, too")
+        engines.cluster.replace_controller()
+        self.restarted = "there is another controller; every rank kept its variables"
+        return True
+
+    def _replace_engines(self, engines: Engines) -> bool:
+        if not engines.lost:
+            return False
+        ranks = engines.replace()
         self._history.leave_engines()
         kept = tuple(rank for rank in range(self.world_size) if rank not in ranks)
         self.restarted = (

@@ -16,6 +16,7 @@ from fsdp_magic.notebook.launch import LoopThread, children, end, ipyparallel_cl
 from fsdp_magic.notebook.launchers import fresh_engine
 
 _PATIENCE_SECONDS = 2.0
+_RESTORE = "--restore"
 
 
 class Processes:
@@ -88,6 +89,18 @@ class Processes:
                 launcher.start()
 
         self.loop.run(start(), check=check)
+
+    def restart_controller(self, *, check: Callable[[], None]) -> None:
+        """Start a controller in the place of one that has ended.
+
+        It takes the same ports and key, and reads in a file of the other one's which engines
+        there are; they connect again by themselves.
+        """
+        self._cluster.controller = None
+        if _RESTORE not in self._cluster.controller_args:
+            self._cluster.controller_args = [*self._cluster.controller_args, _RESTORE]
+        start = self._cluster.start_controller(environment=self._environment)
+        self.loop.run(start, check=check)
 
     def give_up(self, launchers: Collection[Any]) -> None:
         """End engines, also those that a fork server is just making.

@@ -109,6 +109,15 @@ def test_f8_a_full_rank_is_told_in_one_line_and_training_goes_on_exactly(built: 
 
 
 FULL: dict[str, tuple[str, Callable[[Session], Any]]] = {
+    "the names of a cell": (
+        "rank 0 ran out of memory in the forward of line 2 (x = torch.ones(",
+        lambda s: train(
+            s,
+            "h = model(batch, False); outputs = {'y': h}\n"
+            "x = torch.ones(400 * 2**17) if rank == 0 and step == bad else 1\n"
+            "loss = h.square().mean()",
+        ),
+    ),
     "backward": (
         "rank 0 ran out of memory in the backward of line ",
         lambda s: train(s, "loss = Hungry.apply(model(batch, False)).square().mean()"),

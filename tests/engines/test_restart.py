@@ -134,7 +134,7 @@ def test_after_a_replacement_all_else_works(
     client = session.client
     lose(session)
     session.restart()
-    assert client[:].apply_sync(os.getpid) == pids(session)
+    assert set(client[:].apply_sync(os.getpid)) == set(pids(session))
     assert sorted(client.ids)[-1] > 1, "the fresh engine has an id of its own"
     session.run("print('to be seen')")
     assert "[ranks 0-1] to be seen" in capfd.readouterr().out
@@ -151,6 +151,16 @@ def test_after_a_replacement_all_else_works(
     assert lose(session, "import os\nif rank == 0: os._exit(3)").rank == 0
     session.restart()
     assert results(session, "rank") == ["0", "1"]
+
+
+def test_status_tells_of_the_dead_and_of_those_who_live(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lose(session)
+    assert [status.rank for status in session.status()] == [0]
+    assert "rank 1 on" in capsys.readouterr().out
+    session.restart()
+    assert [status.rank for status in session.status(show=False)] == [0, 1]
 
 
 # ---------------------------------------------------------------- how much is replaced
@@ -198,23 +208,70 @@ def test_if_replacing_fails_all_are_fresh_and_it_says_so(
     )
 
 
+def test_a_killed_controller_costs_px_only_until_a_restart(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run("mine = rank + 1", show=False)
+    assert set(session.client[:].apply_sync(os.getpid)) == set(pids(session))
+    controller = session.engines.cluster._processes.controller.process
+    children = controller.children(recursive=True)
+    os.kill(controller.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 1.0
+    while session.engines.cluster.controller_death is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    for _ in range(2):
+        assert results(session, "mine") == ["1", "2"]
+        session.run("1")
+    told = capsys.readouterr().err
+    assert told.count("ipyparallel's controller ended (SIGKILL): %%px and session.client do") == 1
+    with pytest.raises(FsdpError, match="until %fsdp_restart starts another one"):
+        session.client  # noqa: B018
+    _, left = psutil.wait_procs(children, timeout=2.0)
+    assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
+
+    before = pids(session)
+    session.restart()
+    assert session.restarted == "there is another controller; every rank kept its variables"
+    assert set(session.client[:].apply_sync(os.getpid)) == set(before)
+    assert results(session, "mine") == ["1", "2"]
+    lose(session)
+    session.restart()
+    assert set(session.client[:].apply_sync(os.getpid)) == set(pids(session))
+
+
+def test_when_the_controller_died_too_all_are_fresh(session: Session) -> None:
+    os.kill(session.engines.cluster._processes.controller.pid, signal.SIGKILL)
+    lose(session)
+    session.restart()
+    assert session.restarted == (
+        "every rank has a fresh engine, because the controller had ended, too"
+    )
+    assert results(session, "rank") == ["0", "1"]
+
+
 def test_an_interrupt_while_replacing_leaves_nothing_half_started(session: Session) -> None:
     session.run("mine = rank + 1", show=False)
     lose(session)
     before = ours()
     assert session._server is not None
-    os.kill(session._server.pid, signal.SIGSTOP)  # it would be too quick to be interrupted
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    server = session._server.pid
+    os.kill(server, signal.SIGSTOP)  # it would be too quick to be interrupted
+    timers = [
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)),
+        threading.Timer(0.5, os.kill, (server, signal.SIGCONT)),
+    ]
+    for timer in timers:
+        timer.start()
     with pytest.raises(CellInterrupted, match="the others keep their variables"):
         session.restart()
-    timer.join()
+    for timer in timers:
+        timer.join()
     assert ours() <= before
     with pytest.raises(EngineDiedError):
         session.run("1", show=False)
     session.restart()
     assert results(session, "globals().get('mine')") == ["1", None]
-    session.restart()  # with a fork server again
 
 
 def test_ten_replacements_leave_nothing_behind(session: Session) -> None:
