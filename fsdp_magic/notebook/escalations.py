@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from fsdp_magic.notebook.run import Run
 
 if TYPE_CHECKING:
-    from fsdp_magic.notebook.engines import Engines
+    from fsdp_magic.notebook.ranks import Ranks
 
 
 class CellEscalation:
     """An interrupted cell: SIGINT, then broken transports. A run: a clean stop first."""
 
-    def __init__(self, engines: Engines, engine_ids: list[int], run: Run | None) -> None:
+    def __init__(self, engines: Ranks, engine_ids: list[int], run: Run | None) -> None:
         self._engines = engines
         self._engine_ids = engine_ids
         self._run = run
@@ -36,7 +36,7 @@ class CellEscalation:
 class Patience:
     """A short request of our own is not interrupted; it ends by itself, or with a peer."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: Ranks) -> None:
         self._engines = engines
 
     def ask(self) -> float:
