@@ -200,7 +200,7 @@ class Net(nn.Module):
         return self.last(self.blocks[1](self.place(x)))
 
 
-def loss_of(model, batch):
+def loss_of(net, batch):
     """Return the loss of a micro-batch; every random generator has its part in it."""
     x, y = batch
     if torch.is_grad_enabled():
@@ -209,7 +209,7 @@ def loss_of(model, batch):
     else:
         fault("evaluation")
         fault("eval")
-    loss = (model(x) - y).square().mean()
+    loss = (net(x) - y).square().mean()
     if torch.is_grad_enabled():
         fault("loss")
     return loss
