@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_magic.engine import gradients as _gradients
 
 case = {"place": None}
-RANK = int(os.environ["RANK"])
+RANK, ENGINE = int(os.environ["RANK"]), os.getpid()
 SAMPLES = 16
 
 
@@ -104,6 +104,10 @@ def _kill(how):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_engine(how):
+    os.kill(ENGINE, signal.SIGKILL)  # perhaps from a worker of its DataLoader
+
+
 def _kill_helper(how):
     os.kill(case["helper"], signal.SIGKILL)
 
@@ -119,7 +123,7 @@ FAULTS = {
     "engine interrupted": _interrupt_itself,
     "paused": _pause,
     "worker killed": _kill,
-    "engine killed": _kill,
+    "engine killed": _kill_engine,
     "controller killed": _kill_helper,
     "fork server killed": _kill_helper,
 }
@@ -200,7 +204,7 @@ class Net(nn.Module):
         return self.last(self.blocks[1](self.place(x)))
 
 
-def loss_of(model, batch):
+def loss_of(net, batch):
     """Return the loss of a micro-batch; every random generator has its part in it."""
     x, y = batch
     if torch.is_grad_enabled():
@@ -209,7 +213,7 @@ def loss_of(model, batch):
     else:
         fault("evaluation")
         fault("eval")
-    loss = (model(x) - y).square().mean()
+    loss = (net(x) - y).square().mean()
     if torch.is_grad_enabled():
         fault("loss")
     return loss

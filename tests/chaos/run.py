@@ -62,8 +62,7 @@ def result(seed: int, outcomes: list[Outcome], stage: Stage, seconds: float) -> 
     by_fault: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_fault.setdefault(outcome.case.fault, []).append(outcome)
-    timed = [outcome for outcome in outcomes if outcome.seconds is not None]
-    slowest = max(timed, key=lambda outcome: outcome.seconds or 0.0)
+    slowest = max(outcomes, key=lambda outcome: outcome.seconds or 0.0)
     restarts = [o.restart_seconds for o in outcomes if o.restart_seconds is not None]
     return {
         "benchmark": "chaos",

@@ -184,7 +184,7 @@ def _idle(session: Session, case: Case) -> None:
     if case.fault == "paused":
         waker.start()
     time.sleep(0.2)
-    session.status(show=False)
+    session.run("pass", show=False)
     if case.fault == "paused":
         waker.join()
 
