@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
-from fsdp_magic.core.protocol import Failure
+from fsdp_magic.core.reply import Failure
 from fsdp_magic.core.telemetry import (
     DeviceSample,
     EvaluationRecord,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.protocol import HelloReport, Reply
+from fsdp_magic.core.reply import HelloReport, Reply
 
 CHANNEL_VARIABLE = "FSDP_MAGIC_CHANNEL"
 """Environment of an engine: the number of its open descriptor; removed before cells run."""

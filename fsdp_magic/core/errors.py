@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_magic.core.cell_output import CellOutput
-    from fsdp_magic.core.protocol import Failure
+    from fsdp_magic.core.reply import Failure
 
 
 class FsdpError(Exception):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import symtable
 import sys
 import traceback
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.protocol import Failure, FailureKind
+from fsdp_magic.core.reply import Failure, FailureKind
 from fsdp_magic.engine import out_of_memory
 from fsdp_magic.engine.cell_sources import CellSource
 from fsdp_magic.engine.children import children_end
@@ -99,13 +100,13 @@ def compile_cell(code: str, name: str, *, shell: Any) -> Cell:
     kept = CellSource(source, name)
     tree = _parsed(source, name)
     last: CodeType | None = None
-    used = _used(tree)
     shown = tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_quietly(code)
     if shown:
         expression = tree.body.pop()
         assert isinstance(expression, ast.Expr)
         last = compile(ast.Expression(expression.value), name, "eval")
     body, assigned = compile(tree, name, "exec"), _assigned(tree)
+    used = _used(source, name) - assigned
     return Cell(source=kept, body=body, last=last, assigned=assigned, used=used)
 
 
@@ -126,7 +127,8 @@ def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
                 "once per micro-step: put the magic into a %%fsdp cell"
             )
     body, assigned = compile(tree, name, "exec"), _assigned(tree)
-    return Cell(source=kept, body=body, last=None, assigned=assigned, used=_used(tree))
+    used = _used(source, name) - assigned
+    return Cell(source=kept, body=body, last=None, assigned=assigned, used=used)
 
 
 def describe(error: BaseException) -> Failure:
@@ -231,10 +233,20 @@ def _assigned(tree: ast.AST) -> frozenset[str]:
     return frozenset(names)
 
 
-def _used(tree: ast.AST) -> frozenset[str]:
-    """Return the names that a cell reads anywhere, but those that its top level binds."""
-    names = (n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
-    return frozenset(name.id for name in names) - _assigned(tree)
+def _used(source: str, name: str) -> frozenset[str]:
+    """Return the names outside of it that a cell reads anywhere; not parameters of functions."""
+    used: set[str] = set()
+    tables = [symtable.symtable(source, name, "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        outermost = table.get_type() == "module"
+        used.update(
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_referenced() and (outermost or symbol.is_global())
+        )
+    return frozenset(used)
 
 
 def _is_shell(node: ast.Attribute) -> bool:

@@ -32,7 +32,8 @@ from fsdp_magic.core.channel import (
     Ready,
     framed,
 )
-from fsdp_magic.core.protocol import HelloReport, HelloRequest, Reply
+from fsdp_magic.core.protocol import HelloRequest
+from fsdp_magic.core.reply import HelloReport, Reply
 from fsdp_magic.engine import cells
 from fsdp_magic.engine.verbs import Engine
 

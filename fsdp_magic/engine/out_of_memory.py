@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_magic.core.protocol import OutOfMemory
+from fsdp_magic.core.reply import OutOfMemory
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.units import GIB, KIB, MIB, TIB
 from fsdp_magic.engine import telemetry

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_magic.core.protocol import Failure
+from fsdp_magic.core.reply import Failure
 from fsdp_magic.engine import cells, out_of_memory, randomness
 from fsdp_magic.engine.cell_events import CellEvents
 from fsdp_magic.engine.children import children_end

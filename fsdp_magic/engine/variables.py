@@ -7,7 +7,8 @@ import pickle
 from typing import Any
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.protocol import NumberRequest, PullRequest, PushRequest, Reply
+from fsdp_magic.core.protocol import NumberRequest, PullRequest, PushRequest
+from fsdp_magic.core.reply import Reply
 from fsdp_magic.engine.agreement import WorldAgreement
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.state import State

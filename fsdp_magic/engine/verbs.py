@@ -23,21 +23,18 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import (
     LOCAL_ORDER_VARIABLE,
     ConsoleRequest,
-    EvalReport,
     EvalRequest,
-    HelloReport,
     HelloRequest,
     JoinRequest,
-    ModelReport,
     ModelRequest,
     RecoverRequest,
-    Reply,
     RunRequest,
     ShardsRequest,
     StatusRequest,
     TrainRequest,
 )
 from fsdp_magic.core.recovery import RecoverReport, RestoreRequest
+from fsdp_magic.core.reply import EvalReport, HelloReport, ModelReport, Reply
 from fsdp_magic.engine import (
     bundles,
     cells,

@@ -23,7 +23,7 @@ from typing import Any
 from fsdp_magic.core.channel import Asked, Finished, Published, Ready, Unreadable
 from fsdp_magic.core.errors import CellInterrupted, FsdpError
 from fsdp_magic.core.page import Page
-from fsdp_magic.core.protocol import HelloReport
+from fsdp_magic.core.reply import HelloReport
 from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.cluster_files import empty, new_page

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, FsdpError, UsageError
-from fsdp_magic.core.protocol import Reply
+from fsdp_magic.core.reply import Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.deaths import Death, controller_ended, fate
 from fsdp_magic.notebook.escalations import CellEscalation

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_magic.core.protocol import EvalReport
+from fsdp_magic.core.reply import EvalReport
 from fsdp_magic.notebook import display
 from fsdp_magic.panels import evaluation as panel
 

@@ -12,7 +12,8 @@ from typing import Any
 import ipyparallel
 
 from fsdp_magic.core.cell_output import PRINTED_KEY, PrintedReport
-from fsdp_magic.core.protocol import PROGRESS_KEY, Reply
+from fsdp_magic.core.protocol import PROGRESS_KEY
+from fsdp_magic.core.reply import Reply
 from fsdp_magic.core.telemetry import ProgressReport
 from fsdp_magic.core.whereabouts import WHERE_KEY, WhereReport
 

@@ -11,7 +11,8 @@ from typing import Any
 from fsdp_magic.core.completion import CompleteRequest, Completions
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.placement import Placement
-from fsdp_magic.core.protocol import ConsoleRequest, Reply, ShardsRequest, StatusRequest
+from fsdp_magic.core.protocol import ConsoleRequest, ShardsRequest, StatusRequest
+from fsdp_magic.core.reply import Reply
 from fsdp_magic.core.telemetry import RankStatus
 from fsdp_magic.core.wording import quoted
 from fsdp_magic.notebook import display

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ipyparallel.error import RemoteError
 
-from fsdp_magic.core.protocol import Reply
+from fsdp_magic.core.reply import Reply
 from fsdp_magic.core.telemetry import ProgressReport
 from fsdp_magic.notebook.events import (
     Answered,

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_magic.core.cell_output import CellOutput
 from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError, RanksDivergedError
-from fsdp_magic.core.protocol import Failure, Reply
+from fsdp_magic.core.reply import Failure, Reply
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.panels import errors as error_panel

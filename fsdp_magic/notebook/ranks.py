@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
-from fsdp_magic.core.protocol import JoinRequest, RecoverRequest, Reply
+from fsdp_magic.core.protocol import JoinRequest, RecoverRequest
 from fsdp_magic.core.recovery import RecoverReport, RestoreReport, RestoreRequest
+from fsdp_magic.core.reply import Reply
 from fsdp_magic.notebook.cluster import Cluster
 from fsdp_magic.notebook.deaths import died
 from fsdp_magic.notebook.escalations import Patience

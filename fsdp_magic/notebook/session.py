@@ -9,13 +9,8 @@ from typing import Any
 from fsdp_magic.core.cell_output import CellOutput
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.placement import Placement
-from fsdp_magic.core.protocol import (
-    EvalRequest,
-    ModelReport,
-    ModelRequest,
-    RunRequest,
-    TrainRequest,
-)
+from fsdp_magic.core.protocol import EvalRequest, ModelRequest, RunRequest, TrainRequest
+from fsdp_magic.core.reply import ModelReport
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook import variables as variables_of

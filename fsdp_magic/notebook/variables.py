@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_magic.core.errors import CellFailedError, UsageError
-from fsdp_magic.core.protocol import NumberRequest, PullRequest, PushRequest, Reply
+from fsdp_magic.core.protocol import NumberRequest, PullRequest, PushRequest
+from fsdp_magic.core.reply import Reply
 from fsdp_magic.core.units import GIB
 from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.engines import Engines

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_magic.core.protocol import Failure, FailureKind, OutOfMemory
+from fsdp_magic.core.reply import Failure, FailureKind, OutOfMemory
 from fsdp_magic.core.units import bytes_text, ranks_text
 from fsdp_magic.panels.parts import one_line, plain
 

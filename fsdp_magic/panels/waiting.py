@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fsdp_magic.core.protocol import Failure
+from fsdp_magic.core.reply import Failure
 from fsdp_magic.core.units import ranks_text, seconds_text
 from fsdp_magic.core.whereabouts import Whereabouts
 from fsdp_magic.panels.parts import (

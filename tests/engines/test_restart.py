@@ -123,6 +123,9 @@ def test_a_model_that_lost_shards_is_refused_until_it_is_built_again(session: Se
         with pytest.raises(CellFailedError) as caught:
             refused()
         assert str(caught.value) == line
+    session.run(
+        "def loss_of(model, batch):\n    return model(batch)", show=False
+    )  # a name of its own
     session.model(MODEL, show=False)
     assert session.train(LOSS, steps=3, show=False).losses == expected
     assert results(session, "tuple(model.weight.shape)") == ["(2, 3)"] * 2

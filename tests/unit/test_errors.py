@@ -12,7 +12,7 @@ from traitlets.config import Config
 
 from fsdp_magic import errors
 from fsdp_magic.core.cell_output import CellOutput
-from fsdp_magic.core.protocol import Failure
+from fsdp_magic.core.reply import Failure
 
 FAILURE = Failure(kind="raised", exception_type="ValueError", message="no")
 

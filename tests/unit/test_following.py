@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_magic.core.cell_output import PrintedReport
-from fsdp_magic.core.protocol import Reply
+from fsdp_magic.core.reply import Reply
 from fsdp_magic.notebook.events import Answered, Event, Events, Printed
 from fsdp_magic.notebook.live import Follower, Interruptions
 from fsdp_magic.notebook.output import Output

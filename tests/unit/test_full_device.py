@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_magic.core.protocol import Failure, OutOfMemory
+from fsdp_magic.core.reply import Failure, OutOfMemory
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.units import GIB, MIB
 from fsdp_magic.engine import out_of_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp_magic.core.errors import UsageError
-from fsdp_magic.core.protocol import EvalReport
 from fsdp_magic.core.recovery import RestoreReport
+from fsdp_magic.core.reply import EvalReport
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
 from fsdp_magic.notebook.evaluation import Evaluation

@@ -12,7 +12,7 @@ import pytest
 from panel_records import view
 
 from fsdp_magic.core.page import Page, page_bytes
-from fsdp_magic.core.protocol import Failure
+from fsdp_magic.core.reply import Failure
 from fsdp_magic.core.whereabouts import Whereabouts, WhereReport
 from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.notebook.waiting import SILENT, WaitingWatch
