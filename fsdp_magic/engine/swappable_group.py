@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.units import ranks_text
 from fsdp_magic.engine.collectives import CollectiveLog, DivergedError, collective
+from fsdp_magic.engine.group_calls import COALESCED, FORWARDED, POINT_TO_POINT
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
 from fsdp_magic.engine.named_group import NamedGroup
 from fsdp_magic.engine.sockets import recorded_sockets, shut_down
@@ -37,39 +38,6 @@ BACKEND = "fsdp_magic"
 """The name that the backend of these groups is registered under."""
 _LOOPBACK = "lo"
 _MEETING_SECONDS = 0.002
-
-_FORWARDED = {
-    # name on the wrapper -> name on an inner group that lacks it (torch 2.13 renamed some)
-    "allreduce": "allreduce",
-    "allreduce_coalesced": "allreduce_coalesced",
-    "allgather": "allgather",
-    "allgather_coalesced": "allgather_coalesced",
-    "_allgather_base": "_allgather_base",
-    "all_gather_single": "_allgather_base",
-    "reduce": "reduce",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "_reduce_scatter_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "alltoall": "alltoall",
-    "alltoall_base": "alltoall_base",
-    "all_to_all_single": "alltoall_base",
-    "broadcast": "broadcast",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
-    "recv_anysource": "recv_anysource",
-}
-
-_POINT_TO_POINT = ("send", "recv", "recv_anysource")
-
-_COALESCED = {
-    # takes lists of outputs and inputs -> takes one of each; gloo has only the latter
-    "allgather_into_tensor_coalesced": "_allgather_base",
-    "all_gather_single_coalesced": "_allgather_base",
-    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,7 +224,7 @@ def _forward(name: str, older_name: str) -> Callable[..., Any]:
         device = next(_devices((args, kwargs)), "cpu")
         inner = self._inner(device)
         call = getattr(inner, name, None) or getattr(inner, older_name)
-        if older_name in _POINT_TO_POINT:
+        if older_name in POINT_TO_POINT:
             self._note_message(None if older_name == "recv_anysource" else args[1])
             return call(*args, **kwargs)
         return self._issue(call, older_name, args, kwargs)
@@ -291,9 +259,9 @@ def _one_by_one(single: Callable[..., Any]) -> Callable[..., Any]:
     return together
 
 
-for _name, _single_name in _COALESCED.items():
+for _name, _single_name in COALESCED.items():
     setattr(SwappableGroup, _name, _forward_coalesced(_name, _single_name))
-for _name, _older_name in _FORWARDED.items():
+for _name, _older_name in FORWARDED.items():
     setattr(SwappableGroup, _name, _forward(_name, _older_name))
 
 

@@ -27,13 +27,11 @@ from fsdp_magic.core.protocol import (
     HelloRequest,
     JoinRequest,
     ModelRequest,
-    RecoverRequest,
     RunRequest,
     ShardsRequest,
     StatusRequest,
     TrainRequest,
 )
-from fsdp_magic.core.recovery import RecoverReport, RestoreRequest
 from fsdp_magic.core.reply import EvalReport, HelloReport, ModelReport, Reply
 from fsdp_magic.engine import (
     bundles,
@@ -48,10 +46,10 @@ from fsdp_magic.engine import (
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
-from fsdp_magic.engine.optimizer_steps import STEPS
-from fsdp_magic.engine.parallel import fsdp, torch_private
+from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
+from fsdp_magic.engine.recovery import recover, restore
 from fsdp_magic.engine.state import State
 from fsdp_magic.engine.status import rank_status
 from fsdp_magic.engine.variables import number, pull, push
@@ -273,33 +271,6 @@ def console(engine: Engine, request: ConsoleRequest) -> Reply:
         bind_names(engine.shell.kernel, engine.names, engine.names_of_cells)
         open_console(IPEngine.instance(), path)
     return Reply(rank=engine.world.rank, report=str(path))
-
-
-def recover(engine: Engine, request: RecoverRequest) -> Reply:
-    """Replace the transports and forget the step that was torn.
-
-    Collective: every rank must call this.
-    """
-    engine.world.reconnect(request.generation, replaced=request.replaced)
-    if request.replaced:
-        engine.meet_fresh_ranks(request.replaced)
-    for sharded in engine.living_models():
-        torch_private.forget_iteration(sharded.module)
-    engine.give_memory_back()
-    report = RecoverReport(
-        steps=engine.steps,
-        optimizer_steps=STEPS.counts(),
-        some_within_step=STEPS.some_within_step,
-    )
-    return Reply(rank=engine.world.rank, report=report)
-
-
-def restore(engine: Engine, request: RestoreRequest) -> Reply:
-    """Put everything back to the newest snapshot; the report says which.
-
-    Collective: every rank must call this.
-    """
-    return Reply(rank=engine.world.rank, report=engine.restoration.restore())
 
 
 VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
