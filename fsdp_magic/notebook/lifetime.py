@@ -17,6 +17,11 @@ from fsdp_magic.notebook.live import Interruptions
 from fsdp_magic.notebook.snapshot_files import SnapshotFiles
 from fsdp_magic.notebook.world import plan_world
 
+_SNAPSHOT_WAITS = (
+    "a %%fsdp_model cell that builds the model again loads the newest snapshot, and %%fsdp_train "
+    "--resume goes on from there"
+)
+
 
 class Lifetime:
     """The engines of a session, from their start to their end.
@@ -59,6 +64,9 @@ class Lifetime:
                 self._stop_engines()
                 self._history.leave_engines()
                 self._start()
+        if self._history.snapshots_wait:
+            done = self.restarted or "every rank has a fresh engine"
+            self.restarted = f"{done}; {_SNAPSHOT_WAITS}"
         return self
 
     def _replace_lost(self) -> bool:
