@@ -89,7 +89,7 @@ def fresh(session: Session) -> Iterator[Session]:
     yield session
     if not session.alive:
         session.restart()
-        assert "loads the newest snapshot" in session.restarted
+    assert "loads the newest snapshot" in session.restarted
     session.run(
         "import builtins\nif not hasattr(builtins, 'fsdp_magic_fresh_names'):\n"
         + "".join(f"    {line}\n" for line in FRESH_NAMES.strip().splitlines()),
@@ -120,6 +120,7 @@ def test_a_run_whose_engine_died_goes_on_from_its_snapshot_exactly(fresh, capsys
     assert caught.value.run.total_steps == 10
 
     session.restart()
+    assert "loads the newest snapshot" in session.restarted
     session.run(FRESH_NAMES, show=False)
     session.run(DATA, show=False)
     session.model(MODEL.replace("width=6", "width=5"), "model")  # not that model: it is kept
