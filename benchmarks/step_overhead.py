@@ -62,6 +62,24 @@ CELL = """
 %%fsdp_train --data data --no-shuffle --micro-batch-size 8 --steps {steps} -o run
 loss = model(input_ids=batch, labels=batch).loss
 """
+VOTES = """
+print(session.run('''
+import builtins, statistics, time
+vote = builtins._fsdp_magic_call.__self__.world.vote
+blocks = []
+for block in range(20):
+    began = time.perf_counter()
+    for _ in range(500):
+        vote.take()
+    blocks.append((time.perf_counter() - began) / 500)
+statistics.median(blocks)
+''', show=False)[0].result)
+"""
+"""Ranks that vote again and again, and do nothing else: a vote without the wait for the slowest."""
+VOTE_NUMBER = """
+print(session.run("import builtins; builtins._fsdp_magic_call.__self__.world.vote._number",
+                  show=False)[0].result)
+"""
 NUMBERS = """
 print(json.dumps({"losses": run.losses, "norms": run.grad_norms, "seconds": run.seconds}))
 """
@@ -134,6 +152,17 @@ class NotebookSide:
         self.frames.append(answer.frames)
         self.html_bytes = max(self.html_bytes, answer.html_bytes)
 
+    def vote_figures(self, steps: int) -> dict[str, Any]:
+        """Return what the votes of a step cost."""
+        before = int(self._kernel.run(VOTE_NUMBER).stdout)
+        self._kernel.run(CELL.format(steps=steps).strip())
+        after = int(self._kernel.run(VOTE_NUMBER).stdout)
+        seconds = float(self._kernel.run(VOTES).stdout)
+        return {
+            "microseconds_a_vote": round(1e6 * seconds, 2),
+            "votes_a_step": round((after - before) / steps, 2),
+        }
+
     def figures(self) -> dict[str, Any]:
         """Return what the notebook's own processes did."""
         return {
@@ -164,6 +193,7 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
                 sides[name].take(steps)
             took = ", ".join(f"{name} {side.series.wall[-1]:.2f}" for name, side in sides.items())
             say(f"round {number}/{rounds}: ms per step: {took}")
+        votes = ours.vote_figures(steps)
     difference = max(
         abs(a - b) / abs(b)
         for mine, theirs in ((ours.losses, plain.losses), (ours.norms, plain.norms))
@@ -186,6 +216,7 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
         },
         "largest_relative_difference_of_losses_and_norms": difference,
         **ours.figures(),
+        "vote": votes,
         "rounds": rounds,
         "steps_per_round": steps,
         "machine": start,
