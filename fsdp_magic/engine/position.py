@@ -91,11 +91,13 @@ class Position:
         self._expected: dict[str, Place] = {}
 
     def expect(self, places: Mapping[str, Place]) -> None:
-        """Begin at places of another engine when a run names that data.
+        """Begin at places of another engine when a run names that data; other data from its start.
 
         Args:
             places: by what ``--data`` named.
         """
+        for cursor in self._cursors:
+            cursor.place = Place()
         self._expected = dict(places)
 
     def named(self, name: str, source: Any) -> None:
@@ -134,6 +136,10 @@ class Position:
         mark = Mark(places=places, is_lean=True)
         self._marks.add(mark)
         return mark
+
+    def made(self, mark: Mark) -> bool:
+        """Return whether a mark is one of this position."""
+        return mark in self._marks
 
     def back(self, mark: Mark) -> None:
         """Put the position back to a mark exactly, also in iterators that cannot be rewound.

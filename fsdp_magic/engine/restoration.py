@@ -83,6 +83,8 @@ class Restoration:
         self._waiting = None
         if self._snapshots.mark is not None:
             self._keeper.position.back(self._snapshots.mark)
+        else:  # made before models were built anew, on some rank by an engine that is gone
+            self._keeper.position.expect(content.places)
         return _report(content)
 
     def restore_models(self, names: Container[str]) -> RestoreReport:

@@ -67,8 +67,9 @@ class Snapshots:
 
     @property
     def mark(self) -> Mark | None:
-        """Where the data was at the newest; None: another engine made it."""
-        return self._marks.get(self.newest)
+        """Where the data was at the newest; None: it is not of the position that there is now."""
+        mark = self._marks.get(self.newest)
+        return mark if mark is not None and self._keeper.position.made(mark) else None
 
     def prepare(self) -> None:
         """Get ready to write; a run begins.

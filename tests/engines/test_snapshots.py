@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from clean_engines import FRESH_NAMES
-from test_torn_steps import RANDOM_AGAIN
+from test_torn_steps import BUILD, RANDOM_AGAIN
+from test_torn_steps import CELL as PLAIN
+from test_torn_steps import OPTIONS as PLAIN_OPTIONS
 
 from fsdp_magic.errors import CellFailedError, EngineDiedError, UsageError
 from fsdp_magic.notebook.session import Session
@@ -137,6 +139,28 @@ def test_a_run_whose_engine_died_goes_on_from_its_snapshot_exactly(fresh, capsys
     assert second.losses == reference.losses[6:]
     assert second.grad_norms == reference.grad_norms[6:]
     assert session.pull("left(), seen[-4:]", rank="all") == expected
+
+
+def test_a_step_torn_before_the_next_snapshot_goes_back_in_the_data_on_every_rank(fresh):
+    """One rank has made the snapshot itself, and the other has a fresh engine."""
+    session = fresh
+    session.model(BUILD, show=False)
+    kill = "\nif step == 3 and rank == 1:\n    import os; os.kill(os.getpid(), 9)"
+    with pytest.raises(EngineDiedError):
+        session.train(PLAIN + kill, steps=8, snapshot_every=2, **PLAIN_OPTIONS)
+    session.restart()
+    session.run(FRESH_NAMES, show=False)
+    session.model(BUILD, show=False)
+    session.run("breaking, other = (0,), data[:16]", show=False)
+    session.train(PLAIN, steps=1, **{**PLAIN_OPTIONS, "data": "other"})
+    with pytest.raises(CellFailedError, match="back at the snapshot of step 2"):
+        session.train(PLAIN, steps=8, **PLAIN_OPTIONS)
+    session.run("breaking = None", show=False)
+    session.train(PLAIN, steps=1, **PLAIN_OPTIONS)
+    places = "[(c.place.epoch, c.place.consumed) for c in POSITION._cursors]".replace(
+        "POSITION", "__import__('builtins')._fsdp_magic_call.__self__.position"
+    )
+    assert session.pull(places, rank="all") == [[(0, 0), (0, 24)]] * 2
 
 
 def test_a_snapshot_says_its_size_and_is_forgotten_with_its_model(session):
