@@ -20,7 +20,6 @@ from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.world import World
 
 _CHECKSUM = 0xFFFFFF
-_NAMED = 5
 
 
 def refuse_unlike(trained: Trained, models: Sequence[ShardedModel], world: World) -> None:
@@ -49,9 +48,9 @@ def _difference(said: Sequence[Mapping[str, str]]) -> str:
             if first.get(what) != other.get(what):
                 ours, theirs = first.get(what, "is missing"), other.get(what, "is missing")
                 return f"{what} {ours} on rank 0 and {theirs} on rank {rank}"
-        if list(first) != list(other):
-            names = (", ".join(list(each)[:_NAMED]) for each in (first, other))
-            return f"rank 0 found {next(names)} in this order and rank {rank} {next(names)}"
+        for ours, theirs in zip(first, other, strict=True):
+            if ours != theirs:
+                return f"{ours} comes first on rank 0 and {theirs} on rank {rank}"
     return ""
 
 
