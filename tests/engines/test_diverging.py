@@ -146,16 +146,17 @@ dist.barrier()
 lone = [dist.new_group([0]), dist.new_group([1])][rank]
 for _ in range(rank):  # a group that one rank only is in
     dist.all_reduce(torch.ones(2), group=lone)
+def refused(call, *args):
+    try:
+        call(*args)
+    except (RuntimeError, ValueError):
+        return True
 if rank == 0:
+    refused(dist.all_gather, [torch.empty(3)] * 2, torch.ones(2))  # before it sends anything
     dist.send(torch.ones(3), 1)
 else:
     dist.recv(torch.ones(3), 0)
-def refused():
-    try:
-        dist.all_to_all_single(torch.empty(3), torch.ones(3), [1, 1], [2, 1])
-    except RuntimeError:
-        return True
-refused(), dist.barrier()
+refused(dist.all_to_all_single, torch.empty(3), torch.ones(3), [1, 1], [2, 1]), dist.barrier()
 """
     session.run(code, show=False)
 
@@ -183,6 +184,12 @@ def test_a_cell_of_one_rank_that_needs_all_is_refused_at_once(session: Session) 
     assert session.train(TRAINED, **OPTIONS).state == "done"
 
 
+def test_a_model_that_is_not_trained_may_be_gone_on_a_rank(session: Session) -> None:
+    session.model(MODEL + "teacher = torch.nn.Linear(4, 4)\n", show=False)
+    session.run("import gc\nif rank == 1: del teacher; gc.collect()", show=False)
+    assert session.train(TRAINED, **OPTIONS).state == "done"
+
+
 UNLIKE = {
     "if rank == 1: optimizer = torch.optim.SGD(list(model.parameters())[:10], lr=0.1)": (
         "the optimizer `optimizer` holds 12 parameters on rank 0 and holds 10 parameters on rank 1"
@@ -193,6 +200,10 @@ UNLIKE = {
     ),
     "if rank == 0: other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)": (
         "the optimizer `other` holds 1 parameters on rank 0 and is missing on rank 1"
+    ),
+    "other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)\n"
+    "if rank == 1: held = optimizer; del optimizer; optimizer = held; del held": (
+        "the optimizer `optimizer` comes first on rank 0 and the optimizer `other` on rank 1"
     ),
 }
 

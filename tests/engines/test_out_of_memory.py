@@ -193,6 +193,31 @@ caught
     check_free_again(built, before)
 
 
+def test_a_model_that_one_rank_could_not_shard_is_unbound_on_all(built: Session) -> None:
+    built.run("filler = torch.ones(262 * 2**17) if rank == 0 else None", show=False)
+    with pytest.raises(OutOfMemoryOnRankError) as caught:
+        built.model(
+            "big = torch.nn.Linear(1024, 4096)\nopt = torch.optim.SGD(big.parameters())",
+            show=False,
+        )
+    assert caught.value.ranks == (0,)
+    outputs = built.run("del filler\n{'big', 'opt'} & set(globals())", show=False)
+    assert [output.result for output in outputs] == ["set()"] * 2
+
+
+def test_what_was_freed_leaves_no_hole(built: Session) -> None:
+    """A heap keeps what lies below something that lives; a device gives it out again."""
+    code = """
+x = torch.ones(20 * 2**17)
+del x
+large, small = zip(*[(torch.ones(10 * 2**17), torch.ones(2**16)) for _ in range(16)])
+del large
+len(torch.ones(200 * 2**17)), len(small)
+"""
+    outputs = built.run(code, show=False)
+    assert [output.result for output in outputs] == ["(26214400, 16)"] * 2
+
+
 def test_a_rank_that_recovers_when_nothing_is_left_recovers_all_the_same(built: Session) -> None:
     """Groups start threads, and at the limit none can start."""
     fill = """

@@ -112,6 +112,8 @@ x.item(), torch.rand(1).item(), random.random()
 def test_a_model_that_lost_shards_is_refused_until_it_is_built_again(session: Session) -> None:
     session.model(MODEL, show=False)
     expected = session.train(LOSS, steps=3, show=False).losses
+    with pytest.raises(CellFailedError, match="The step is torn"):
+        results(session, f"kept = model; {LOSS}\nloss.backward(); 1 / rank; optimizer.step()")
     lose(session)
     session.restart()
     line = "`model` lost the shards of rank 1; build it again in %%fsdp_model"
@@ -126,6 +128,8 @@ def test_a_model_that_lost_shards_is_refused_until_it_is_built_again(session: Se
     session.run(
         "def loss_of(model, batch):\n    return model(batch)", show=False
     )  # a name of its own
+    session.run(MODEL, show=False)  # sharded where it is trained
+    assert session.train(LOSS, steps=3, snapshot_every=2, show=False).losses == expected
     session.model(MODEL, show=False)
     assert session.train(LOSS, steps=3, show=False).losses == expected
     assert results(session, "tuple(model.weight.shape)") == ["(2, 3)"] * 2

@@ -264,3 +264,15 @@ def assert_same(ours: Any, theirs: Any, where: str = "rank") -> None:
         assert ours.tobytes() == theirs.tobytes(), where
     else:
         assert ours == theirs, where
+
+
+def test_votes_from_before_a_failure_do_not_count_after_it(session):
+    """A failed cell left one vote of each rank, and the next one begins to count from the first."""
+    session.run(
+        "import time\nworld = __import__('builtins')._fsdp_magic_call.__self__.world", show=False
+    )
+    for code in ("1 / 0", "world.vote.take(count=5)\n1 / 0"):
+        with pytest.raises(CellFailedError):
+            session.run(code, show=False)
+    session.run("if rank == 1: time.sleep(0.1)\ntotal = world.vote.take(count=10)[1]", show=False)
+    assert session.pull("total", rank="all") == [20, 20]

@@ -101,6 +101,8 @@ def test_with_a_snapshot_every_rank_is_put_back_and_goes_on_exactly(session, dat
     assert (second.first_step, second.steps) == (4, 4)
     assert error.run.losses[:4] + second.losses == reference.losses
     assert session.pull("left(), seen", rank="all") == expected
+    with pytest.raises(UsageError, match="the last one took all its steps"):
+        session.train(CELL, resume=True, **options)
 
 
 RANDOM_AGAIN = """
@@ -203,3 +205,66 @@ def test_snapshots_do_not_hold_what_a_stream_yields_again(session):
     session.train(CELL, steps=30, snapshot_every=40, **options)
     held = "sum(sample() is not None for sample in stream.held)"
     assert max(session.pull(held, rank="all")) <= 8
+
+
+def snapshotted(session: Session, code: str = "", **options: Any) -> None:
+    """Train two steps, each with a snapshot."""
+    session.model(BUILD + code, "model", strategy="shard_grad_op", show=False)
+    session.train(CELL, steps=2, snapshot_every=1, **OPTIONS, **options)
+
+
+def torn_by_a_cell(session: Session) -> CellFailedError:
+    code = "model(data[0]).sum().backward()\nif rank == 1: 1 / 0\nsecond.step()"
+    with pytest.raises(CellFailedError) as caught:
+        session.run(code, show=False)
+    assert caught.value.is_torn
+    return caught.value
+
+
+def test_a_snapshot_puts_back_what_cells_have_changed_since(session):
+    own = (
+        "mean = torch.nn.Linear(2, 1)\n"
+        "def look():  # which leaves parameters gathered\n"
+        "    with torch.enable_grad(): model(data[0])\n"
+    )
+    snapshotted(session, own, after_step="look")
+    there = "left(), mean.weight.tolist(), [m.training for m in (*model, mean)]"
+    expected = session.pull(there, rank="all")
+    session.run(
+        "torch.rand(3), model[2].eval(), mean.eval()\nwith torch.no_grad(): mean.weight.add_(1)",
+        show=False,
+    )
+    assert session.pull(there, rank="all") != expected
+    assert "back at the snapshot of step 2" in str(torn_by_a_cell(session))
+    assert session.pull(there, rank="all") == expected
+
+
+def test_a_step_torn_before_the_first_snapshot_was_due_goes_back_to_the_beginning(session):
+    session.model(BUILD, show=False)
+    there = "[p.to_local().tolist() for p in model.parameters()], len(first.state)"
+    before = session.pull(there, rank="all")
+    session.train(CELL, steps=2, snapshot_every=9, **OPTIONS)
+    assert "back at the snapshot of step 0" in str(torn_by_a_cell(session))
+    assert session.pull(there, rank="all") == before
+
+
+def test_a_snapshot_that_does_not_fit_one_rank_is_loaded_by_none(session):
+    snapshotted(session)
+    session.run("if rank == 1: del first", show=False)
+    told = str(torn_by_a_cell(session))
+    assert "(the snapshot of step 2 does not fit: first is another one now)" in told
+    with pytest.raises(UsageError, match="a step was torn"):
+        session.train(CELL, steps=1, **OPTIONS)
+
+
+def test_an_optimizer_that_holds_no_shard_tears_a_step_of_its_run(session):
+    whole = (
+        "extra = torch.nn.Parameter(torch.ones(3))\n"
+        "third = torch.optim.SGD([extra], lr=0.1)\n"
+        "def refuse(*args): raise RuntimeError('broken optimizer')\n"
+        "third.register_step_pre_hook(refuse)\n"
+    )
+    session.model(BUILD + whole, "model", show=False)
+    with pytest.raises(CellFailedError, match="broken optimizer") as caught:
+        session.train(CELL + " + extra.sum()", steps=1, **OPTIONS)
+    assert caught.value.is_torn

@@ -99,6 +99,18 @@ def test_a_rank_that_does_not_answer_is_looked_up(still: int) -> None:
     assert view.places[0].doing == SILENT[0]
 
 
+def test_a_silent_rank_is_told_once_others_have_left(still: int) -> None:
+    ranks = Ranks({0: COMPUTES, 1: COMPUTES}, process=still)
+    ranks.silent = {0, 1}
+    assert ranks.after(20) is None, "all may be in C code that takes its time"
+    ranks.left = {1}
+    assert ranks.after(4.5) is None
+    view = ranks.after(3)
+    assert view is not None
+    assert view.places[0] is not None
+    assert view.places[0].doing == SILENT[0]
+
+
 def test_what_ranks_said_at_different_moments_is_not_put_together() -> None:
     ranks = Ranks({0: COMPUTES, 1: WAITS})
     shown = ranks.after(6)
@@ -127,6 +139,8 @@ def test_only_a_wait_of_all_is_hopeless() -> None:
     assert not ranks.watch.hopeless(ranks.after(3)), "rank 2 may set rank 1 free"
     ranks.places[2] = Whereabouts(doing="calls recv", missing=(0,), is_message=True, seconds=9.0)
     assert not ranks.watch.hopeless(ranks.after(3)), "it may be on its way"
+    ranks.places[2] = Whereabouts(doing="calls barrier", missing=(0,), seconds=1.0)
+    assert not ranks.watch.hopeless(ranks.after(3)), "it has waited for a moment only"
 
 
 def test_each_waiting_for_the_other_is_hopeless() -> None:
