@@ -86,6 +86,12 @@ def test_ranks_that_wait_for_each_other_are_ended(session: Session) -> None:
     check_usable(session)
 
 
+def test_a_message_may_still_come_from_a_rank_that_has_left(session: Session) -> None:
+    session.run(SETUP, show=False)
+    with pytest.raises(CellFailedError, match=r"--timeout(.|\n)*calls recv, waits for rank 1"):
+        session.run("if rank == 0: dist.recv(torch.ones(1), 1)", timeout=1.5, show=False)
+
+
 def test_a_rank_that_works_while_others_have_left_or_all_work_is_left_alone(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +144,8 @@ frozen = torch.nn.Linear(4, 1).requires_grad_(False)
     session.run(slow, show=False)
     with pytest.raises(CellFailedError) as caught:
         session.train("loss = model(batch).sum()", data="data", steps=8, timeout=0.6, show=False)
+    reads = "0 4: if rank == 0 and index > 8: time.sleep(30) computes"
+    assert rows(str(caught.value))[2] == reads, "the person's own code, which the library calls"
     assert "waits for rank 0" in rows(str(caught.value))[3]
     assert "is at the start of a step" in rows(str(caught.value))[3]
     with pytest.raises(CellFailedError) as caught:
