@@ -38,9 +38,11 @@ _HINTS = {
         "A sharded model cannot be copied; copy it in the %%fsdp_model cell that builds it: "
         "ema = copy.deepcopy(model)"
     ),
-    "is killed by signal: Killed": (
+    **dict.fromkeys(
+        # torch says the one or the other, by which of its checks comes first
+        ("is killed by signal: Killed", "exited unexpectedly"),
         "The system may have killed that worker because memory ran out; give the DataLoader "
-        "fewer workers: num_workers"
+        "fewer workers: num_workers",
     ),
 }
 _MAGIC_CALLS = ("run_line_magic", "run_cell_magic", "magic", "set_next_input", "pinfo")

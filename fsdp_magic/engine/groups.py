@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,6 +12,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from fsdp_magic.engine.swappable_group import BACKEND, Surroundings, SwappableGroup
+
+_KEPT = (
+    "fsdp_magic: dist.destroy_process_group() does nothing here; the ranks go on, and "
+    "%fsdp_shutdown ends them"
+)
 
 
 class Groups:
@@ -90,6 +97,23 @@ class Groups:
         group.connect(self.generation)
         self._all.append(group)
         return group
+
+
+def keep_default_group() -> None:
+    """Let no cell destroy the group that the session lives by; the last line of many scripts does.
+
+    A group that the person made is theirs to destroy.
+    """
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            print(_KEPT, file=sys.stderr)
+        else:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_process_group
 
 
 def is_broken_transport(error: BaseException) -> bool:

@@ -1,7 +1,8 @@
-"""ENGINE: whether all ranks are about to train the same, told before the first step.
+"""ENGINE: whether all ranks train the same: before the first step, and after each manual one.
 
-Each rank puts in words what it trains. Their checksums are compared in two votes, which cost
-microseconds; only where they differ are the words exchanged, to name the first difference.
+Each rank puts in words what it trains, or has stepped. Their checksums are compared in two votes,
+which cost microseconds; only where they differ are the words exchanged, to name the first
+difference.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.trained import Trained
@@ -27,17 +30,36 @@ def refuse_unlike(trained: Trained, models: Sequence[ShardedModel], world: World
 
     Collective: every rank must call this, when a run starts.
     """
-    mine = _words(trained, models)
+    if difference := _compared(_words(trained, models), world):
+        raise FsdpError(f"{difference}; every rank must train the same, so bind the same on all")
+
+
+def refuse_unlike_steps(optimizers: Mapping[str, Optimizer], world: World) -> None:
+    """Raise, naming the first difference, if ranks have stepped optimizers differently.
+
+    Collective: every rank must call this, at the end of a manual step.
+    """
+    if difference := _compared(_words_of_steps(optimizers), world):
+        raise FsdpError(
+            f"{difference}, in this run; every rank must step the same optimizers equally often, "
+            "so do not let a rank decide alone"
+        )
+
+
+def _compared(mine: Mapping[str, str], world: World) -> str:
+    """Return the first difference between what ranks say; empty: there is none.
+
+    Collective: every rank must call this.
+    """
     checksum = zlib.crc32(repr(list(mine.items())).encode()) & _CHECKSUM
     _, total = world.vote.take(count=checksum)
     unlike = Flag.STOP if total != checksum * world.world_size else Flag.NONE
     agreed, _ = world.vote.take(unlike)  # not every rank need differ from the mean
     if not agreed:
-        return
+        return ""
     said: list[Mapping[str, str]] = [{}] * world.world_size
     dist.all_gather_object(said, mine)
-    if difference := _difference(said):
-        raise FsdpError(f"{difference}; every rank must train the same, so bind the same on all")
+    return _difference(said)
 
 
 def _difference(said: Sequence[Mapping[str, str]]) -> str:
@@ -69,6 +91,16 @@ def _words(trained: Trained, models: Sequence[ShardedModel]) -> dict[str, str]:
         words[f"the optimizer `{name}`"] = f"holds {len(held)} parameters"
         for number, parameter in enumerate(held):
             words[f"parameter {number} of `{name}`"] = _form(parameter)
+    return words
+
+
+def _words_of_steps(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
+    words = {}
+    for name, optimizer in optimizers.items():
+        count = STEPS.count_of(optimizer)
+        torn = ", the last not to its end," if count.begun > count.completed else ""
+        steps = "1 step" if count.begun == 1 else f"{count.begun} steps"
+        words[f"the optimizer `{name}`"] = f"has taken {steps}{torn}"
     return words
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fsdp_magic.engine import gradients
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
+from fsdp_magic.engine.likeness import refuse_unlike_steps
 from fsdp_magic.engine.micro_step import CellRunner, scalar_loss
 from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import parameters_of
@@ -73,6 +74,7 @@ class ManualStep:
         batch = batches.batches[0]
         with STEPS.within_step():
             bound = self.runner.run(names_of(step, 0, batches, batch, self._has_data))
+            refuse_unlike_steps(self._trained.optimizers, self._world)
         self._memory.count_optimizer_state()
         self._memory.step_over()
         loss = None if bound.loss is None else scalar_loss(bound.loss).detach()

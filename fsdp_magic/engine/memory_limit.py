@@ -30,6 +30,11 @@ def fix(limit_bytes: int) -> None:
     _LIMIT[:] = [_data_bytes() + limit_bytes + _OWN_BYTES]
 
 
+def is_set() -> bool:
+    """Return whether there is a limit."""
+    return bool(_LIMIT)
+
+
 @contextmanager
 def limited() -> Iterator[None]:
     """Keep to the limit inside."""

@@ -86,6 +86,13 @@ class OptimizerSteps:
             if each.shared and each.begun
         )
 
+    def count_of(self, optimizer: Optimizer) -> StepCount:
+        """Return the steps of one optimizer."""
+        count = self._of.get(optimizer)
+        if count is None:
+            return StepCount(begun=0, completed=0)
+        return StepCount(begun=count.begun, completed=count.completed)
+
     def _begun(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         count = self._of.get(optimizer)
         if count is None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fsdp_magic.core.reply import OutOfMemory
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.units import GIB, KIB, MIB, TIB
-from fsdp_magic.engine import telemetry
+from fsdp_magic.engine import memory_limit, telemetry
 from fsdp_magic.engine.cell_sources import PREFIX
 from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
@@ -76,14 +76,25 @@ def described(error: BaseException) -> OutOfMemory | None:
     """
     if not is_out_of_memory(error) or not telemetry.is_measured():
         return None
-    memory = telemetry.memory()
+    memory, asked = telemetry.memory(), _asked_bytes(str(error))
     return OutOfMemory(
         where=_place(error),
-        asked_bytes=_asked_bytes(str(error)),
-        allocated_bytes=memory.allocated_bytes,
+        asked_bytes=asked,
+        allocated_bytes=max(memory.allocated_bytes, _least(memory.capacity_bytes, asked)),
         used_bytes=memory.used_bytes,
         capacity_bytes=memory.capacity_bytes,
     )
+
+
+def _least(capacity: int | None, asked: int | None) -> int:
+    """Return what was allocated at least when a request was refused; 0: nobody knows.
+
+    By the time the exception is here, what no name holds is free again. Only under a limit of our
+    own is it certain that everything up to it was taken.
+    """
+    if asked is None or capacity is None or not memory_limit.is_set():
+        return 0
+    return max(0, capacity - asked)
 
 
 def advice_for_training(

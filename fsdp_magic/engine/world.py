@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import JoinRequest
 from fsdp_magic.core.units import ranks_text
-from fsdp_magic.engine.groups import Groups
+from fsdp_magic.engine.groups import Groups, keep_default_group
 from fsdp_magic.engine.parallel.torch_private import align_group_count
 from fsdp_magic.engine.randomness import seed_all
 from fsdp_magic.engine.swappable_group import BACKEND, Surroundings
@@ -71,6 +71,7 @@ class World:
             self.device.type, (request.world_size,), mesh_dim_names=(DATA_PARALLEL,)
         )
         self.groups.end_start()
+        keep_default_group()
         if request.generation > 1:  # the others recover meanwhile, and do this too
             self._begin_to_agree()
         self.vote = self._fresh_vote()

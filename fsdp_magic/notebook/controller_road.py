@@ -23,6 +23,7 @@ from fsdp_magic.notebook.processes import Processes
 
 _CONNECT_SECONDS, _REGISTER_SECONDS = 60.0, 5.0
 _OUTPUT_SECONDS = 2.0
+_PING_SECONDS = 1.0
 
 
 class ControllerRoad:
@@ -122,7 +123,11 @@ class Client:
         """
         if self._client is None:
             info = self._processes.loop.run(self._processes.controller.get_connection_info())
-            self._client = _connected(info["client"], self._directory, living=living, dead=dead)
+            connect = partial(_connected, info["client"], self._directory, living=living, dead=dead)
+            self._client = connect()
+            while self._processes.has_new_controller and not _all_answer(self._client, living):
+                self._client.close(linger=0)
+                self._client = connect()
         return self._client
 
     @property
@@ -175,6 +180,17 @@ def _connected(
     while ended & set(client.ids) and time.monotonic() < deadline:
         time.sleep(0.005)  # its own thread takes them out; a %%px now would wait for them
     return client
+
+
+def _all_answer(client: Any, living: Collection[int]) -> bool:
+    """Return whether engines answer over a controller that is newer than they are.
+
+    It knows them from a file before they have connected to it, and what it should pass on to one
+    that has not is lost without a word.
+    """
+    pinged = client[sorted(living)].apply_async(int)
+    pinged.wait(_PING_SECONDS)
+    return bool(pinged.done())
 
 
 def _connected_once(info: Mapping[str, Any], directory: str, living: Collection[int]) -> Any:

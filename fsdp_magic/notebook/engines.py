@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,7 @@ class Engines(Ranks):
             ).follow()
             if run is not None:
                 run.finish([reply.report for reply in outcome.replies.values() if reply.report])
-            said = self._settle(outcome, output, timeout)
+            said = self._settle(outcome, output, timeout, asked=requests)
         if self._interruptions.count:
             lines = ["interrupted", *waiting_at_the_end(outcome.replies), *filter(None, [said])]
             interrupted = CellInterrupted("\n".join(lines))
@@ -161,8 +161,16 @@ class Engines(Ranks):
         pids = {rank: hellos[engine_id].pid for engine_id, rank in self._ranks.items()}
         return Stacks(directory=Path(self.cluster.directory), pids=pids)
 
-    def _settle(self, outcome: Outcome, output: Output, timeout: float | None) -> str:
+    def _settle(
+        self, outcome: Outcome, output: Output, timeout: float | None, *, asked: Collection[int]
+    ) -> str:
         """Bring the ranks back into order after a failure, and raise what happened.
+
+        Args:
+            outcome: of the request.
+            output: what the ranks printed.
+            timeout: seconds that it might take.
+            asked: the ranks that it was sent to.
 
         Returns:
             What there is to say of a torn step, after an interrupt.
@@ -179,7 +187,7 @@ class Engines(Ranks):
         said = ""
         if outcome.failed or self.cluster.page.released_generation >= self._generation:
             reports = self._recover()
-            said = self.weights.judge(reports, self._restore)
+            said = self.weights.judge(reports, self._restore, ran=asked)
         if outcome.failed and not self._interruptions.count:
             error = failure_of(
                 outcome.replies,

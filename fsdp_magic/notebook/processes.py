@@ -45,6 +45,11 @@ class Processes:
         self.engines: dict[int, Any] = {}
 
     @property
+    def has_new_controller(self) -> bool:
+        """Whether the controller took the place of one that had ended."""
+        return _RESTORE in self._cluster.controller_args
+
+    @property
     def controller(self) -> Any:
         """The controller's launcher; None: there is none yet."""
         return self._cluster.controller

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.recovery import RecoverReport, RestoreReport
@@ -30,16 +31,24 @@ class Weights:
         self.torn_now = False
         self.back_at: RestoreReport | None = None
 
-    def judge(self, reports: Sequence[RecoverReport], restore: Callable[[], RestoreReport]) -> str:
+    def judge(
+        self,
+        reports: Sequence[RecoverReport],
+        restore: Callable[[], RestoreReport],
+        *,
+        ran: Collection[int],
+    ) -> str:
         """Find out after a failed cell, and put them back to a snapshot if a step was torn.
 
         Args:
             reports: of every rank.
             restore: puts every rank back to the newest snapshot.
+            ran: the ranks that ran the cell; others still report the steps of an earlier one.
 
         Returns:
             What a person is told; nothing: all is well.
         """
+        reports = [r if rank in ran else _idle(r) for rank, r in enumerate(reports)]
         self.torn_now = _is_torn(reports)
         if not self.torn_now:
             return _KEPT if any(report.some_within_step for report in reports) else ""
@@ -61,6 +70,10 @@ class Weights:
                 "in a %%fsdp_model cell (next time %%fsdp_train --snapshot-every N keeps a "
                 "snapshot to go back to)"
             )
+
+
+def _idle(report: RecoverReport) -> RecoverReport:
+    return replace(report, optimizer_steps=(), some_within_step=False)
 
 
 def _is_torn(reports: Sequence[RecoverReport]) -> bool:

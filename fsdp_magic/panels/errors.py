@@ -53,11 +53,13 @@ class _Place:
 
     @property
     def lines(self) -> list[str]:
-        """Traceback, what was raised, and notes; of a full device the heading says all."""
-        if self.failure.memory is not None:
-            return [plain(note) for note in self.failure.notes]
-        traceback = plain(self.failure.traceback).strip("\n")
+        """Traceback, what was raised, and notes; of a full device the heading says most."""
         notes = [plain(note) for note in self.failure.notes]
+        memory = self.failure.memory
+        if memory is not None:
+            own = memory.asked_bytes is None and any(self.messages.values())  # the person's words
+            return [*(self._raised() if own else []), *notes]
+        traceback = plain(self.failure.traceback).strip("\n")
         return [*([traceback] if traceback else []), *self._raised(), *notes]
 
     def _raised(self) -> list[str]:

@@ -14,7 +14,7 @@ from fsdp_magic.notebook.session import Session
 
 @pytest.fixture(scope="session")
 def world(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
-    """Return a function: number of ranks -> a session that is kept alive until the end."""
+    """Return a function: number of ranks -> a kept session, with nothing of earlier tests on it."""
     worlds: dict[int, Session] = {}
 
     def of(n: int) -> Session:
@@ -22,7 +22,7 @@ def world(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
             worlds[n] = Session(InitSpec(n=n, device="cpu"))
             kept_sessions.append(worlds[n])
             worlds[n].run(FRESH_NAMES, show=False)
-        return worlds[n]
+        return cleaned(worlds[n])
 
     yield of
     for session in worlds.values():
@@ -32,4 +32,4 @@ def world(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
 @pytest.fixture
 def session(world: Callable[[int], Session]) -> Session:
     """Two ranks, with nothing of earlier tests on them."""
-    return cleaned(world(2))
+    return world(2)

@@ -352,6 +352,17 @@ def test_a_rank_that_waits_for_a_new_group_is_released_and_groups_can_be_made_ag
     session.run("dist.barrier(dist.new_group([0, 1]))", show=False, timeout=5)
 
 
+def test_the_last_line_of_many_scripts_ends_nothing(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run(
+        "import torch.distributed as dist\nown = dist.new_group()\n"
+        "dist.destroy_process_group(own)\ndist.destroy_process_group()"
+    )
+    assert "dist.destroy_process_group() does nothing here" in capsys.readouterr().err
+    assert session.run("dist.barrier(); 1", show=False)[0].result == "1"
+
+
 def test_many_failures_in_a_row_leave_the_session_in_order(session: Session) -> None:
     session.run("import torch.distributed as dist", show=False)
     for i in range(10):

@@ -134,6 +134,39 @@ def test_a_manual_step_that_some_ranks_had_taken_is_torn(session):
     assert caught.value.is_torn
 
 
+UNLIKE_STEPS = {
+    "first.step()\nif rank == 0: first.step()": (
+        "the optimizer `first` has taken 2 steps on rank 0 and has taken 1 step on rank 1"
+    ),
+    "first.step()\nif rank == 1: second.step()": (
+        "the optimizer `second` has taken 0 steps on rank 0 and has taken 1 step on rank 1"
+    ),
+    "breaking, step = ((0,), 5)\ntry: second.step()\nexcept RuntimeError: pass": (
+        "the optimizer `second` has taken 1 step, the last not to its end, on rank 0 and has taken "
+        "1 step on rank 1"
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", UNLIKE_STEPS)
+def test_ranks_that_step_differently_in_a_manual_step_are_told(session, steps):
+    session.model(BUILD, show=False)
+    cell = f"loss = model(batch).pow(2).mean()\nloss.backward()\n{steps}"
+    with pytest.raises(CellFailedError) as caught:
+        session.train(cell, manual=True, data="data", micro_batch_size=4, show=False)
+    assert UNLIKE_STEPS[steps] in str(caught.value)
+    assert caught.value.is_torn
+
+
+def test_an_error_in_a_cell_of_one_rank_after_a_run_tears_nothing(session):
+    session.model(BUILD, show=False)
+    session.train(CELL, steps=2, **OPTIONS)
+    with pytest.raises(CellFailedError) as caught:
+        session.run("1 / 0", ranks=0, show=False)
+    assert not caught.value.is_torn
+    assert session.train(CELL, steps=1, **OPTIONS).first_step == 2
+
+
 def test_a_refused_call_and_an_optimizer_of_a_rank_alone_tear_nothing(session):
     session.model(BUILD, show=False)
     with pytest.raises(CellFailedError, match="steps every optimizer itself") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,3 +123,8 @@ def test_names_of_a_failed_step_lose_their_graph() -> None:
     assert namespace["h"].grad_fn is None
     assert torch.equal(namespace["h"], graph)
     assert "outputs" not in namespace
+
+
+def test_the_persons_own_words_are_kept() -> None:
+    own = replace(full(asked_bytes=None), message="mine", exception_type="MemoryError")
+    assert errors.text({0: own}).splitlines()[1:] == ["MemoryError: mine"]

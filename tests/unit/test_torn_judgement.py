@@ -32,7 +32,7 @@ def none() -> RestoreReport:
 )
 def test_ranks_that_took_the_same_whole_steps_are_together(reports):
     weights = Weights()
-    assert weights.judge(reports, none) == ""
+    assert weights.judge(reports, none, ran=(0, 1)) == ""
     weights.refuse_torn()
 
 
@@ -49,7 +49,7 @@ def test_ranks_that_took_the_same_whole_steps_are_together(reports):
 )
 def test_anything_else_is_torn_until_a_model_is_built(reports):
     weights = Weights()
-    assert "Build the model again" in weights.judge(reports, none)
+    assert "Build the model again" in weights.judge(reports, none, ran=(0, 1))
     with pytest.raises(UsageError, match=r"--snapshot-every N") as caught:
         weights.refuse_torn()
     assert len(str(caught.value).splitlines()) == 1
@@ -60,7 +60,7 @@ def test_anything_else_is_torn_until_a_model_is_built(reports):
 def test_a_snapshot_puts_torn_ranks_back_together():
     weights = Weights()
     back = RestoreReport(step=1_040)
-    said = weights.judge((report((3, 3)), report((3, 2))), lambda: back)
+    said = weights.judge((report((3, 3)), report((3, 2))), lambda: back, ran=(0, 1))
     assert said.endswith("every rank is back at the snapshot of step 1,040.")
     assert weights.back_at is back
     weights.refuse_torn()
@@ -68,13 +68,15 @@ def test_a_snapshot_puts_torn_ranks_back_together():
 
 def test_why_a_snapshot_does_not_fit_is_said():
     other = RestoreReport(step=None, notes=("the snapshot of step 4 does not fit: x is gone",))
-    said = Weights().judge((report((1, 1)), report()), lambda: other)
+    said = Weights().judge((report((1, 1)), report()), lambda: other, ran=(0, 1))
     assert "(the snapshot of step 4 does not fit: x is gone)" in said
 
 
 def test_updates_that_all_ranks_made_are_said_to_stay():
     weights = Weights()
-    said = weights.judge((report((3, 3), within=True), report((3, 3), within=True)), none)
+    said = weights.judge(
+        (report((3, 3), within=True), report((3, 3), within=True)), none, ran=(0, 1)
+    )
     assert "those updates stay" in said
     assert not weights.torn_now
 
@@ -85,3 +87,9 @@ def test_the_next_step_after_a_snapshot_is_named():
         "more",
     )
     assert restored_notes(None) == ()
+
+
+def test_ranks_that_did_not_run_the_cell_report_an_earlier_one() -> None:
+    reports = (report(), report((3, 3)))
+    assert Weights().judge(reports, none, ran=(0,)) == ""
+    assert "torn" in Weights().judge(reports, none, ran=(0, 1))
