@@ -41,14 +41,17 @@ def server_pid(session: Session) -> int:
 def test_engines_are_children_of_one_server_which_a_restart_keeps(
     session: Session, tmp_path: Path
 ) -> None:
+    assert session._server is not None
+    if not session._server.alive:  # an earlier test has ended it
+        session.restart()
     server = server_pid(session)
-    (tmp_path / "persons_module.py").write_text("import os\npid = os.getpid()\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import persons_module, os"
+    (tmp_path / "module_of_a_person.py").write_text("import os\npid = os.getpid()\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import module_of_a_person, os"
     session.run(code, show=False)
-    before = results(session, "(persons_module.pid, os.getppid())")
+    before = results(session, "(module_of_a_person.pid, os.getppid())")
     session.restart()
     assert server_pid(session) == server
-    known = results(session, "import sys, os; 'persons_module' in sys.modules")
+    known = results(session, "import sys, os; 'module_of_a_person' in sys.modules")
     assert known == ["False", "False"], "what engines imported is gone with them"
     after = results(session, "(os.getpid(), os.getppid())")
     assert len({*before, *after}) == 4
