@@ -40,6 +40,7 @@ class Run:
         notes: sentences a person should read.
         message: why it failed, in one line.
         waiting: where the ranks are while they wait for each other; None: they move.
+        is_stopping: whether the person has asked for its end.
         last_frame: the panel that stays, as HTML and as text; None while it runs.
     """
 
@@ -57,6 +58,7 @@ class Run:
         self.message = ""
         self.last_frame: tuple[str, str] | None = None
         self.waiting: WaitingView | None = None
+        self.is_stopping = False
         self.first_step = 0
         self.began = False
         self.epochs_ended = 0

@@ -147,6 +147,7 @@ class TrainingPanel:
             stamp=display.stamp(),
             waiting=run.waiting if run.state in ("starting", "running") else None,
             message=run.message,
+            is_stopping=run.is_stopping,
             binds_metrics=self._binds_metrics,
             metrics=run.newest_metrics,
             evaluates=self._spec.eval_every is not None,

@@ -26,6 +26,8 @@ _STACK_SECONDS = 0.2
 """How long one may take to write its stack."""
 WAIT_SECONDS = 5.0
 """How long a rank may wait for others before a person is told."""
+_HURRIED_SECONDS = 1.0
+"""The same once the person has pressed stop."""
 
 SILENT = (
     "is stopped by a signal or a debugger",
@@ -61,6 +63,15 @@ class WaitingWatch:
         """Note that there was progress; what ranks have said before is old."""
         self._moved_at = now
         self._forget()
+
+    def hurry(self, now: float) -> None:
+        """Look sooner: the person wants the end, which a rank that waits cannot reach by itself.
+
+        What is known already stands; else the ranks have as long as that to move.
+        """
+        self.wait_seconds = min(self.wait_seconds, _HURRIED_SECONDS)
+        if self._view is None:
+            self.moved(now)
 
     def take(self, report: WhereReport, now: float) -> None:
         """Take a rank's answer."""

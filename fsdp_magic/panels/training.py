@@ -44,6 +44,7 @@ STATES: dict[RunState, tuple[str, str, str]] = {
     "failed": ("✕", "Failed", RED),
 }
 """Sign, word and colour of each state."""
+_STOPPING = "stopping after this step; press again to stop at once"
 
 
 def html(view: TrainingView) -> str:
@@ -121,6 +122,8 @@ def _headline(view: TrainingView) -> str:
 def _beside(view: TrainingView) -> str:
     """Return what stands beside the state."""
     message = shortened(view.message, 300)
+    if view.is_stopping and not view.is_last:
+        message = _STOPPING
     return f"{message} · {batch_text(view)}" if message else batch_text(view)
 
 

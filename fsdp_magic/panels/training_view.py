@@ -52,6 +52,7 @@ class TrainingView:
         ranks: every rank, from the first frame on, so that the panel keeps its height.
         stamp: when the frame was made, as text.
         message: one line, such as why the run failed.
+        is_stopping: whether the person has asked for its end, which it has not reached yet.
         notes: sentences beneath.
         waiting: where the ranks are while they wait for each other; None: they move.
         binds_metrics: whether the cell is expected to bind metrics: their place is kept.
@@ -78,6 +79,7 @@ class TrainingView:
     stamp: str
     first_step: int = 0
     message: str = ""
+    is_stopping: bool = False
     notes: tuple[str, ...] = ()
     waiting: WaitingView | None = None
     binds_metrics: bool = False
