@@ -18,7 +18,7 @@ class CellEscalation:
         self._engine_ids = engine_ids
         self._run = run
 
-    def press(self, times: int) -> float:
+    def press(self, times: int, /) -> float:
         """Ask the ranks to stop, and force them at the second time; see ``live.Escalation``."""
         if times > 1:
             return 0.0
@@ -46,7 +46,7 @@ class Patience:
     def __init__(self, engines: Ranks) -> None:
         self._engines = engines
 
-    def press(self, times: int) -> float:
+    def press(self, _times: int, /) -> float:
         """Do nothing."""
         return float("inf")
 

@@ -47,7 +47,7 @@ _STUCK_SECONDS = 5.0
 class Escalation(Protocol):
     """What to do at an interrupt, a timeout or a death."""
 
-    def press(self, times: int) -> float:
+    def press(self, times: int, /) -> float:
         """Answer an interrupt, and return after how many seconds to force the ranks.
 
         Args:

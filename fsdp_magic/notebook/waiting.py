@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_magic.core.page import Page
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.core.whereabouts import Whereabouts, WhereReport
 from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.panels.waiting import WaitingView
@@ -160,8 +160,8 @@ def _hint(places: Mapping[int, Whereabouts | None], left: Set[int]) -> str:
     waiting = tuple(rank for rank, where in places.items() if _waits(where))
     if left and waiting:
         return (
-            f"rank {ranks_text(tuple(left))} will not come: what needs every rank, such as a "
-            "sharded model's forward, must run on every rank; press stop to end the cell"
+            f"{ranks_named(tuple(left))} will not come: what needs every rank, such as "
+            "a sharded model's forward, must run on every rank; press stop to end the cell"
         )
     return "it goes on when the others come; press stop to end it"
 

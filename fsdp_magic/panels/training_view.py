@@ -55,6 +55,7 @@ class TrainingView:
         is_stopping: whether the person has asked for its end, which it has not reached yet.
         notes: sentences beneath.
         waiting: where the ranks are while they wait for each other; None: they move.
+        waited: where they were when they last did so, in this run; None: they never did.
         binds_metrics: whether the cell is expected to bind metrics: their place is kept.
         metrics: newest values, by name.
         evaluates: whether the run makes evaluations.
@@ -82,6 +83,7 @@ class TrainingView:
     is_stopping: bool = False
     notes: tuple[str, ...] = ()
     waiting: WaitingView | None = None
+    waited: WaitingView | None = None
     binds_metrics: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluates: bool = False

@@ -66,7 +66,10 @@ loss = y.square().mean()
     session.model(MODEL, show=False)
     with pytest.raises(RanksDivergedError) as caught:
         session.train(cell, **OPTIONS)
-    told, kept = str(caught.value).splitlines()
+    told, advice, kept = str(caught.value).splitlines()
+    assert told.endswith(";")
+    assert advice.startswith("every rank must run the same parts")
+    assert caught.value.run.message == "the ranks diverged"
     assert told.startswith("the ranks diverged: rank 0 gathers `model.layers.")
     assert ", rank 1 gathers `model.layers." in told
     assert f"(line 5 of the cell: y = {BRANCHES[branch][0]})" in told
