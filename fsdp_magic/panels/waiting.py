@@ -38,6 +38,8 @@ _SAME_ORDER = (
     "every rank must run the same parts of a sharded model, and the same collectives, in the same "
     "order: make what it decides by the same on every rank"
 )
+BACKWARD = "backward"
+"""What stands in place of a line between two runs of a training cell."""
 LEFT = "has left the cell"
 COMPUTES = "computes"
 _GONE_ON = "the ranks have gone on since"
@@ -135,11 +137,27 @@ def diverged(failures: Mapping[int, Failure]) -> str:
         peer = where.missing[0]
         other = failures[peer].where if peer in failures else None
         deeds = {rank: _deed_of(rank, where), peer: _deed_of(peer, other)}
+        ahead = _ran_more(rank, where, peer, other)
         return (
             f"the ranks diverged: {', '.join(deeds[each] for each in sorted(deeds))};\n"
-            f"{_SAME_ORDER}"
+            f"{ahead}{_SAME_ORDER}"
         )
     return ""
+
+
+def _ran_more(rank: int, where: Whereabouts, peer: int, other: Whereabouts | None) -> str:
+    """Return that one rank ran more forwards, when the other is in its backward already.
+
+    The line where it is need not be the guilty one: a forward that it alone ran above passes for
+    the one that the other ran then.
+    """
+    if other is None or (where.source == BACKWARD) == (other.source == BACKWARD):
+        return ""
+    more, less = (rank, peer) if other.source == BACKWARD else (peer, rank)
+    return (
+        f"rank {less} is in its backward already, so rank {more} has run more of a forward, in "
+        "that line or above it;\n"
+    )
 
 
 def hopeless(view: WaitingView) -> str:

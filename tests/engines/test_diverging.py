@@ -163,6 +163,15 @@ refused(), dist.barrier()
     session.run(code, show=False)
 
 
+def test_what_a_person_typed_is_named_not_the_collectives_in_it(session: Session) -> None:
+    session.run("import torch", show=False)
+    code = "x = torch.ones(2)\nif rank == 0:\n    fsdp.mean(x)\nelse:\n    fsdp.gather(x)"
+    with pytest.raises(RanksDivergedError) as caught:
+        session.run(code, show=False)
+    assert "rank 0 calls fsdp.mean (line 3" in str(caught.value)
+    assert "rank 1 calls fsdp.gather (line 5" in str(caught.value)
+
+
 NEEDS_ALL = {
     "a forward": "model(torch.ones(1, 4))",
     "a number of a shard": "model.layers[0].up.weight.sum().item()",

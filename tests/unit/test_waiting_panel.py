@@ -229,3 +229,9 @@ def test_ranks_that_diverged_are_told_with_both_lines_where_they_are_known() -> 
     )
     assert "rank 0 does something else, rank 1 gathers" in waiting.diverged({1: saw})
     assert waiting.diverged({0: let_go}) == ""
+    behind = Whereabouts(source="backward", doing="gathers `model.b`")
+    let_go = Failure(kind="released", exception_type="", message="", where=behind)
+    assert waiting.diverged({0: let_go, 1: saw}).splitlines()[1] == (
+        "rank 0 is in its backward already, so rank 1 has run more of a forward, in that line or "
+        "above it;"
+    )
