@@ -85,7 +85,7 @@ class CellFailedError(FsdpError):
 
 
 class OutOfMemoryOnRankError(CellFailedError):
-    """A device was full on at least one rank; its memory is free again."""
+    """A device was full on at least one rank; what the cell leaves no name for is free again."""
 
 
 class RanksDivergedError(CellFailedError):

@@ -119,7 +119,11 @@ def _full(memory: OutOfMemory) -> str:
     most = min(memory.used_bytes, memory.capacity_bytes or memory.used_bytes)
     used = f", {bytes_text(most)} used" if most > _MUCH_MORE * memory.allocated_bytes else ""
     advice = f"; {memory.advice}" if memory.advice else ""
-    return f"ran out of memory{where}: {asked} asked for, {allocated} allocated{used}{advice}"
+    held = "".join(
+        f"; `{name}` still holds {bytes_text(size)}: del {name}" for name, size in memory.held
+    )
+    told = f"{asked} asked for, {allocated} allocated{used}{held}{advice}"
+    return f"ran out of memory{where}: {told}"
 
 
 def _places(exceptions: Mapping[int, Failure]) -> Sequence[_Place]:
@@ -137,5 +141,5 @@ def _without_numbers(failure: Failure) -> Failure:
     memory = failure.memory
     if memory is None:
         return replace(failure, message="")
-    alike = replace(memory, asked_bytes=None, allocated_bytes=0, used_bytes=0)
+    alike = replace(memory, asked_bytes=None, allocated_bytes=0, used_bytes=0, held=())
     return replace(failure, message="", memory=alike)
