@@ -76,7 +76,10 @@ def failure_of(
     full = any(failure.kind == "out_of_memory" for failure in own.values())
     kind = OutOfMemoryOnRankError if full else CellFailedError
     kind = RanksDivergedError if diverged else kind
-    return kind(text, exceptions=own, outputs=outputs(replies, output), rendered=lines)
+    error = kind(text, exceptions=own, outputs=outputs(replies, output), rendered=lines)
+    if diverged or hopeless is not None:
+        error.summary = waiting.DIVERGED if diverged else waiting.HOPELESS
+    return error
 
 
 def waiting_at_the_end(replies: Mapping[int, Reply]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fsdp_magic.core.errors import CellFailedError, RanksDivergedError
+from fsdp_magic.core.errors import CellFailedError
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.telemetry import (
     EvaluationRecord,
@@ -266,6 +266,6 @@ class Run:
 
 def _in_a_line(error: BaseException) -> str:
     """Return why a run failed, for its panel; the error beneath says it at length."""
-    if isinstance(error, RanksDivergedError):
-        return "the ranks diverged"
-    return str(error).splitlines()[0].removesuffix(";") if str(error) else type(error).__name__
+    if summary := getattr(error, "summary", ""):
+        return str(summary)
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -38,6 +38,7 @@ _SAME_ORDER = (
     "every rank must run the same parts of a sharded model, and the same collectives, in the same "
     "order: make what it decides by the same on every rank"
 )
+DIVERGED, HOPELESS = "the ranks diverged", "the ranks waited for what could never come"
 BACKWARD = "backward"
 """What stands in place of a line between two runs of a training cell."""
 LEFT = "has left the cell"
@@ -139,8 +140,7 @@ def diverged(failures: Mapping[int, Failure]) -> str:
         deeds = {rank: _deed_of(rank, where), peer: _deed_of(peer, other)}
         ahead = _ran_more(rank, where, peer, other)
         return (
-            f"the ranks diverged: {', '.join(deeds[each] for each in sorted(deeds))};\n"
-            f"{ahead}{_SAME_ORDER}"
+            f"{DIVERGED}: {', '.join(deeds[each] for each in sorted(deeds))};\n{ahead}{_SAME_ORDER}"
         )
     return ""
 
