@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -122,6 +123,19 @@ if rank == 1 and step == 2:
     assert "1 gathers `model`, waits for rank 0 3: loss = model(torch.ones(2, 4)).sum()" in told
     assert "0 reduces the gradients of `model`, waits for rank 1 backward" in told
     assert not any("waits for rank" in line for line in shown[-1])
+
+
+def test_one_press_ends_a_run_whose_table_is_up_at_once(session: Session) -> None:
+    session.model(MODEL, show=False)
+    cell = "if rank == 0 and step == 1: time.sleep(60)\nloss = model(torch.ones(2, 4)).sum()"
+    pressed = 1.2
+    started = time.monotonic()
+    with interrupted_after(pressed), pytest.raises(CellInterrupted) as caught:
+        session.train(cell, steps=4, show=False)
+    assert time.monotonic() - started < pressed + 0.6
+    run = caught.value.run
+    assert (run.state, run.steps, run.is_stopping) == ("stopped", 1, True)
+    assert run.waited is not None
 
 
 def test_votes_and_the_data_are_named(session: Session) -> None:
