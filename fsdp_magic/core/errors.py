@@ -50,9 +50,11 @@ class CellFailedError(FsdpError):
         outputs: what every rank printed and returned until then, by position.
         exceptions: the failure of each rank in ``ranks``: type, message and traceback as text.
         rendered: the message as IPython shows it: the same lines, with headings that stand out.
+        summary: the same in a few words; empty: its first line is short enough.
         is_torn: whether some ranks had updated weights that others had not.
     """
 
+    summary: str = ""
     is_torn: bool = False
 
     def __init__(
@@ -85,7 +87,7 @@ class CellFailedError(FsdpError):
 
 
 class OutOfMemoryOnRankError(CellFailedError):
-    """A device was full on at least one rank; its memory is free again."""
+    """A device was full on at least one rank; what the cell leaves no name for is free again."""
 
 
 class RanksDivergedError(CellFailedError):

@@ -25,6 +25,7 @@ class OutOfMemory:
         used_bytes: of the whole device, what the allocator had not given back included.
         capacity_bytes: of the device; None: nobody knows.
         advice: what to try.
+        held: names of the cell that still hold much of it, with their bytes.
     """
 
     where: str
@@ -33,6 +34,7 @@ class OutOfMemory:
     used_bytes: int
     capacity_bytes: int | None
     advice: str = ""
+    held: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,12 @@ class Failure:
         if self.memory is None:
             return self
         return replace(self, memory=replace(self.memory, advice=advice))
+
+    def with_held(self, held: tuple[tuple[str, int], ...]) -> Failure:
+        """Return the same with what names of the cell still hold, if memory ran out."""
+        if self.memory is None:
+            return self
+        return replace(self, memory=replace(self.memory, held=held))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

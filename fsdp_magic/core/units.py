@@ -73,6 +73,11 @@ def count_text(count: float | None) -> str:
     return f"{count:.1f}" if abs(count) < 10 and isinstance(count, float) else f"{count:.0f}"
 
 
+def ranks_named(ranks: tuple[int, ...]) -> str:
+    """Return sorted ranks with their noun: ``rank 3``, ``ranks 0-3,6``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+
+
 def ranks_text(ranks: tuple[int, ...]) -> str:
     """Return sorted ranks as a person writes them: ``0-3,6``."""
     parts: list[str] = []

@@ -23,6 +23,7 @@ from fsdp_magic.engine import out_of_memory
 from fsdp_magic.engine.cell_sources import CellSource
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.collectives import DivergedError
+from fsdp_magic.engine.held import names_filled
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
 from fsdp_magic.engine.out_of_memory import is_out_of_memory
 from fsdp_magic.engine.surrogates import encodable
@@ -131,6 +132,15 @@ def compile_training_cell(code: str, name: str, *, shell: Any) -> Cell:
     body, assigned = compile(tree, name, "exec"), _assigned(tree)
     used = _used(source, name) - assigned
     return Cell(source=kept, body=body, last=None, assigned=assigned, used=used)
+
+
+def names_filled_by(code: str, *, shell: Any) -> frozenset[str]:
+    """Return the names that a cell binds, and those of containers that it puts something into."""
+    try:
+        tree = ast.parse(shell.transform_cell(code))
+    except SyntaxError:
+        return frozenset()
+    return _assigned(tree) | names_filled(tree)
 
 
 def describe(error: BaseException) -> Failure:

@@ -11,6 +11,7 @@ Only what must be equal is compared: sizes not where torch lets each rank have i
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import threading
@@ -49,7 +50,7 @@ class Collective(NamedTuple):
 
     Attributes:
         call: name of torch's method.
-        unit: the FSDP unit that it is for; empty: none.
+        unit: the FSDP unit that it is for, or what a person called: ``fsdp.mean``; empty: none.
         numbers: how many it moves; -1: each rank may have its own.
         dtype: of its first tensor.
         operation: number of the reduction; 0: a sum, or none.
@@ -66,6 +67,8 @@ class Collective(NamedTuple):
     @property
     def text(self) -> str:
         """What a person reads."""
+        if self.unit.startswith(_IN_CELLS):
+            return f"calls {self.unit}"
         verb = _VERBS.get(self.call)
         if self.unit and verb is not None:
             return f"{verb} `{self.unit}`"
@@ -80,6 +83,7 @@ class Collective(NamedTuple):
         return f"{name} of {kind}" if self.numbers < 0 else f"{name} of {self.numbers:,} {kind}"
 
 
+_IN_CELLS = "fsdp."
 _VERBS = {
     "_allgather_base": "gathers",
     "_reduce_scatter_base": "reduces the gradients of",
@@ -120,8 +124,9 @@ class Units(threading.local):
         self.name = ""
 
     def naming(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose collectives are those of a unit."""
+        """Return a function whose collectives are those of a unit, or of what a person called."""
 
+        @functools.wraps(function)
         def named(*args: Any, **kwargs: Any) -> Any:
             outer, self.name = self.name, name
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.collectives import UNITS
 from fsdp_magic.engine.parallel import gathering
+
+
+def _named(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the collectives of a method be told under the name that a person typed."""
+    return UNITS.naming(f"fsdp.{method.__name__}", method)
 
 
 class FsdpInCells:
@@ -37,6 +44,7 @@ class FsdpInCells:
             raise FsdpError("fsdp.stop() ends a training run after its step; none is running here")
         self._stopping = True
 
+    @_named
     def mean(self, x: Any) -> Any:
         """Return the mean of a number or tensor over the ranks; gradients flow through it.
 
@@ -45,7 +53,7 @@ class FsdpInCells:
         Args:
             x: of the same shape on every rank.
         """
-        x = self.whole(x)
+        x = _whole(x)
         kinds = self._kinds(x)
         if len(set(kinds)) > 1:
             raise FsdpError(
@@ -60,6 +68,7 @@ class FsdpInCells:
         dist.all_reduce(total)
         return total.item() / self._world_size
 
+    @_named
     def gather(self, x: Any) -> Any:
         """Return the tensors of all ranks, one after the other along dim 0.
 
@@ -68,7 +77,7 @@ class FsdpInCells:
 
         Collective: every rank must call this.
         """
-        x = self.whole(x)
+        x = _whole(x)
         if isinstance(x, torch.Tensor) and x.ndim == 0:
             x = x.reshape(1)
         rows = len(x) if isinstance(x, torch.Tensor) else None
@@ -88,14 +97,13 @@ class FsdpInCells:
         gathered: torch.Tensor = _Gather.apply(x, sizes, self._rank)  # type: ignore[no-untyped-call]
         return gathered
 
+    @_named
     def whole(self, tensor: Any) -> Any:
         """Return a sharded tensor (a parameter, ``parameter.grad``) whole; others as they are.
 
         Collective: every rank must call this.
         """
-        if not isinstance(tensor, DTensor):
-            return tensor
-        return tensor.full_tensor().detach()
+        return _whole(tensor)
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[None]:
         """Have a model's parameters whole inside; what is written to them is kept.
@@ -131,6 +139,10 @@ class FsdpInCells:
     def stopping(self) -> bool:
         """Whether the cell called ``stop``."""
         return self._stopping
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def _kind(x: Any) -> str:

@@ -189,9 +189,9 @@ class StepLoop:
         if total_steps is None or steps >= total_steps or self.stopped:
             return
         if self.finished_by_cell:
-            self._note(f"fsdp.stop() ended the run after {steps} of {total_steps} steps")
+            self._note(f"fsdp.stop() ended the run after {steps:,} of {total_steps:,} steps")
         else:
-            self._note(f"the data ended after {steps} of {total_steps} steps")
+            self._note(f"the data ended after {steps:,} of {total_steps:,} steps")
 
 
 @contextmanager

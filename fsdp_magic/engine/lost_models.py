@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.engine.modeling import leads_to
 from fsdp_magic.engine.parallel.fsdp import ShardedModel
 
@@ -60,7 +60,7 @@ class LostModels:
                 del self._ranks[name]
             elif _root(name) in used:
                 raise FsdpError(
-                    f"`{name}` lost the shards of rank {ranks_text(ranks)}; build it again in "
+                    f"`{name}` lost the shards of {ranks_named(ranks)}; build it again in "
                     "%%fsdp_model"
                 )
 

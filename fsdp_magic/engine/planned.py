@@ -160,6 +160,6 @@ def _dropped(steps: int, samples: int, length: int) -> list[str]:
     if not samples:
         return []
     return [
-        f"an epoch is {steps} steps; its last {samples} of {length} samples do not fill a step "
-        "and are left out"
+        f"an epoch is {steps:,} steps; its last {samples:,} of {length:,} samples do not fill a "
+        "step and are left out"
     ]

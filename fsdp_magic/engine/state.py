@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from fsdp_magic.engine.cell_events import CellEvents
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
 from fsdp_magic.engine.groups import is_broken_transport
+from fsdp_magic.engine.held import much_held
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
 from fsdp_magic.engine.lost_models import LostModels
 from fsdp_magic.engine.memory_limit import limited
@@ -142,6 +144,23 @@ class State:
             defaults, ranks = self.world.request.defaults, self.world.world_size
             advice = out_of_memory.advice_for(verb, strategy=defaults.strategy, ranks=ranks)
         return failure.with_advice(advice)
+
+    def with_held(self, failure: Failure, code: str) -> Failure:
+        """Say which names of a cell still hold much memory, if it ran out.
+
+        To be called when the frames of the exception are gone, and with them what they held.
+        """
+        if failure.memory is None:
+            return failure
+        gc.collect()
+        names = cells.names_filled_by(code, shell=self.shell)
+        held = much_held(
+            self.namespace,
+            names,
+            device=self.world.device,
+            capacity_bytes=failure.memory.capacity_bytes,
+        )
+        return failure.with_held(held)
 
     def give_memory_back(self) -> None:
         """Give back what the allocator keeps, if memory has run out since the last time."""

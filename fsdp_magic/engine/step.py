@@ -143,7 +143,7 @@ class AutomaticStep:
         agreed, _ = self.world.vote.take(flags)
         if Flag.NOT_FINITE in agreed:
             raise FsdpError(
-                f"the loss of step {step} is not finite (--nan stop); the weights are those "
+                f"the loss of step {step:,} is not finite (--nan stop); the weights are those "
                 "before the step"
             )
         with INTERRUPTS.allowed():

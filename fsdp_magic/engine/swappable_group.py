@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.engine.collectives import CollectiveLog, DivergedError, collective
 from fsdp_magic.engine.group_calls import COALESCED, FORWARDED, POINT_TO_POINT
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
@@ -172,7 +172,7 @@ class SwappableGroup(NamedGroup):
         if absent:
             do_not = "do" if len(absent) > 1 else "does"
             raise FsdpError(
-                f"rank {ranks_text(absent)} {do_not} not run this cell (--ranks), and what it "
+                f"{ranks_named(absent)} {do_not} not run this cell (--ranks), and what it "
                 "does here needs every rank, as a sharded model's forward does; leave --ranks out"
             )
 

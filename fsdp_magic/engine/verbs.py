@@ -74,7 +74,8 @@ class Engine(State):
         except BaseException as error:  # the kernel must get an answer whatever happened
             INTERRUPTS.close()
             with cells.forgotten(error):
-                return Reply(rank=rank, failure=self.failure(error, verb))
+                failure = self.failure(error, verb)
+            return Reply(rank=rank, failure=self.with_held(failure, getattr(request, "code", "")))
         finally:
             INTERRUPTS.close()
 
@@ -188,6 +189,7 @@ def train(engine: Engine, request: TrainRequest) -> Reply:
             failure = engine.failure(error, "train", advice=run.advice)
         if failure.kind == "out_of_memory" and cell is not None:
             out_of_memory.forget_graphs(engine.namespace, cell.assigned)
+        failure = engine.with_held(failure, request.code)
         return Reply(rank=engine.world.rank, report=run.report(), failure=failure)
     finally:
         if kept:

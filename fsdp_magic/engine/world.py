@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_magic.core.page import Page, page_bytes
 from fsdp_magic.core.protocol import JoinRequest
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.engine.groups import Groups, keep_default_group
 from fsdp_magic.engine.parallel.torch_private import align_group_count
 from fsdp_magic.engine.randomness import seed_all
@@ -97,10 +97,12 @@ class World:
             replaced: ranks with fresh engines, which join meanwhile.
         """
         if replaced:
-            ranks = ranks_text(replaced)
+            ranks = ranks_named(replaced)
+            many = len(replaced) > 1
+            fresh = "fresh engines, which are" if many else "a fresh engine, which is"
             self.groups.lose_later_ones(
-                f"this process group was made before rank {ranks} had a fresh engine, which is "
-                "not in it; make it again on every rank: dist.new_group()"
+                f"this process group was made before {ranks} had {fresh} not in it; "
+                "make it again on every rank: dist.new_group()"
             )
         self.groups.reconnect(generation)
         self._begin_to_agree()

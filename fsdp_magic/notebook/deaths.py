@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_magic.core.errors import EngineDiedError, FsdpError
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.panels.parts import plain
 
 _CRASH_LINE = re.compile(
@@ -175,7 +175,7 @@ def died(deaths: Mapping[int, Death], *, world_size: int) -> EngineDiedError:
     for rank in sorted(deaths):
         ways.setdefault(deaths[rank].how, []).append(rank)
     what = ", ".join(
-        f"rank {ranks_text(tuple(on))} on {host} ended ({how})" for how, on in ways.items()
+        f"{ranks_named(tuple(on))} on {host} ended ({how})" for how, on in ways.items()
     )
     then = fate(len(deaths), of=world_size)
     lines = [f"{what}; type %fsdp_restart, which {then}"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_magic.core.errors import CellInterrupted, FsdpError, UsageError
 from fsdp_magic.core.reply import Reply
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.notebook.deaths import Death, controller_ended, fate
 from fsdp_magic.notebook.escalations import CellEscalation
 from fsdp_magic.notebook.fork_server import ForkServer
@@ -89,7 +89,7 @@ class Engines(Ranks):
                 if isinstance(screen, Nowhere)
                 else partial(self._tick, output, on_tick),
                 watch=WaitingWatch(page=self.cluster.page, stacks=self._stacks()),
-                on_waiting=None if run is None else partial(setattr, run, "waiting"),
+                on_waiting=None if run is None else run.wait,
                 timeout=timeout,
             ).follow()
             if run is not None:
@@ -180,7 +180,7 @@ class Engines(Ranks):
         if outcome.stuck:
             told = "" if outcome.waited is None else "\n" + waiting.text(outcome.waited)
             self.broken = FsdpError(
-                f"rank {ranks_text(outcome.stuck)} did not come out of the cell within 5 s; "
+                f"{ranks_named(outcome.stuck)} did not come out of the cell within 5 s; "
                 f"type %fsdp_restart, which {fate(len(outcome.stuck), of=len(self._ranks))}{told}"
             )
             raise self.broken

@@ -18,10 +18,13 @@ class CellEscalation:
         self._engine_ids = engine_ids
         self._run = run
 
-    def ask(self) -> float:
-        """Ask the ranks to stop; see ``live.Escalation``."""
+    def press(self, times: int, /) -> float:
+        """Ask the ranks to stop, and force them at the second time; see ``live.Escalation``."""
+        if times > 1:
+            return 0.0
         cluster = self._engines.cluster
         if self._run is not None:
+            self._run.is_stopping = True
             cluster.page.stop(self._run.run_id)
             return float("inf")
         cluster.interrupt(self._engine_ids)
@@ -34,12 +37,16 @@ class CellEscalation:
 
 
 class Patience:
-    """A short request of our own is not interrupted; it ends by itself, or with a peer."""
+    """A short request of our own is not interrupted; it ends by itself, or with a peer.
+
+    However often a person has pressed stop, before it or meanwhile: what brings the ranks back
+    into order must not be given up halfway.
+    """
 
     def __init__(self, engines: Ranks) -> None:
         self._engines = engines
 
-    def ask(self) -> float:
+    def press(self, _times: int, /) -> float:
         """Do nothing."""
         return float("inf")
 

@@ -136,7 +136,7 @@ class History:
         ):
             if given is not None and given != asked:
                 raise UsageError(
-                    f"--resume takes the {left} steps that the last run had left, and {flag} "
+                    f"--resume takes the {left:,} steps that the last run had left, and {flag} "
                     f"{given} says another length; leave one of the two out"
                 )
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from fsdp_magic.core.errors import CellInterrupted, FsdpError, UsageError
 from fsdp_magic.core.specs import InitSpec
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.fork_server import ForkServer, kernel_directory
 from fsdp_magic.notebook.history import History
@@ -103,9 +103,11 @@ class Lifetime:
         ranks = engines.replace()
         self._history.leave_engines()
         kept = tuple(rank for rank in range(self.world_size) if rank not in ranks)
+        have = "have fresh engines" if len(ranks) > 1 else "has a fresh engine"
+        their = "their" if len(kept) > 1 else "its"
         self.restarted = (
-            f"rank {ranks_text(ranks)} has a fresh engine, rank {ranks_text(kept)} kept its "
-            f"variables; run the cells again that made those of rank {ranks_text(ranks)}"
+            f"{ranks_named(ranks)} {have}, {ranks_named(kept)} kept {their} variables; run the "
+            f"cells again that made those of {ranks_named(ranks)}"
         )
         return True
 

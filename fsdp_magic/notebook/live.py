@@ -45,13 +45,17 @@ _STUCK_SECONDS = 5.0
 
 
 class Escalation(Protocol):
-    """What to do at an interrupt or a timeout: ask first, force later."""
+    """What to do at an interrupt, a timeout or a death."""
 
-    def ask(self) -> float:
-        """Ask the ranks to stop, and return after how many seconds to force them."""
+    def press(self, times: int, /) -> float:
+        """Answer an interrupt, and return after how many seconds to force the ranks.
+
+        Args:
+            times: how often the person has pressed stop since the request was made.
+        """
 
     def force(self) -> None:
-        """Make them stop."""
+        """Make the ranks stop: a rank has died, they are too late, or the person insists."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,11 +146,12 @@ class Follower:
         return outcome
 
     def _press(self, outcome: Outcome, deadlines: _Deadlines, now: float) -> None:
-        """Ask at the first interrupt, force at the second, after a timeout or a failure."""
+        """Answer the person, and force the ranks when it is time, or after a failure."""
         if self.interruptions.count > deadlines.handled:
             deadlines.handled = self.interruptions.count
-            first = deadlines.handled == 1
-            deadlines.force_at = now + self.escalation.ask() if first else now
+            deadlines.force_at = now + self.escalation.press(deadlines.handled)
+            if self.watch is not None:
+                self.watch.hurry(now)
         if self.timeout is not None and now - deadlines.started > self.timeout:
             outcome.timed_out, self.timeout = True, None
             deadlines.force_at = now
@@ -169,6 +174,8 @@ class Follower:
         view = self.watch.look(now, inside=waiting, left=set(outcome.replies))
         if self.watch.hopeless(view):
             outcome.waited, outcome.hopeless, deadlines.force_at = view, True, now
+        elif view is not None and deadlines.handled and deadlines.force_at == float("inf"):
+            deadlines.force_at = now  # a clean stop was asked for, which this step never reaches
         elif self.on_waiting is not None:
             self.on_waiting(view)
         elif view is not None and (outcome.waited is None or not view.is_like(outcome.waited)):

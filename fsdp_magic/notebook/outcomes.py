@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_magic.core.cell_output import CellOutput
 from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError, RanksDivergedError
 from fsdp_magic.core.reply import Failure, Reply
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.notebook.output import Output
 from fsdp_magic.panels import errors as error_panel
 from fsdp_magic.panels import waiting
@@ -76,7 +76,10 @@ def failure_of(
     full = any(failure.kind == "out_of_memory" for failure in own.values())
     kind = OutOfMemoryOnRankError if full else CellFailedError
     kind = RanksDivergedError if diverged else kind
-    return kind(text, exceptions=own, outputs=outputs(replies, output), rendered=lines)
+    error = kind(text, exceptions=own, outputs=outputs(replies, output), rendered=lines)
+    if diverged or hopeless is not None:
+        error.summary = waiting.DIVERGED if diverged else waiting.HOPELESS
+    return error
 
 
 def waiting_at_the_end(replies: Mapping[int, Reply]) -> list[str]:
@@ -101,5 +104,5 @@ def _refusal(failures: Mapping[int, Failure], *, everywhere: bool) -> str:
     messages = {failure.message for failure in failures.values()}
     if len(messages) > 1 or any(failure.kind != "usage" for failure in failures.values()):
         return ""
-    ranks = "" if everywhere else f"rank {ranks_text(tuple(failures))}: "
+    ranks = "" if everywhere else f"{ranks_named(tuple(failures))}: "
     return ranks + messages.pop()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_magic.core.cell_output import CHARACTERS, LINES, PrintedReport, shortened
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.notebook.kept_text import KeptText
 from fsdp_magic.notebook.progress_lines import ProgressLines
 from fsdp_magic.notebook.rich_displays import DisplayNames, RichDisplays, Shown
@@ -282,4 +282,4 @@ class Output:
 
 def label(ranks: tuple[int, ...]) -> str:
     """Return the label of a line: ``[rank 1]`` or ``[ranks 0-3]``."""
-    return f"[rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}]"
+    return f"[{ranks_named(ranks)}]"

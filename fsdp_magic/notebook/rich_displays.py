@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.notebook.screen import Screen
 
 _LIMIT = 200
@@ -172,6 +172,6 @@ class RichDisplays:
         self._count += 1
         if self._count > _LIMIT:
             return None
-        name = f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+        name = ranks_named(ranks)
         self._screen.write("stdout", f"[{name}]\n")
         return _Place(ranks, self._screen.display(item.bundle, item.metadata))

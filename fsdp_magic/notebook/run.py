@@ -39,7 +39,9 @@ class Run:
         non_finite_steps: the first steps whose loss was not finite.
         notes: sentences a person should read.
         message: why it failed, in one line.
-        waiting: where the ranks are while they wait for each other; None: they move.
+        waiting, waited: where the ranks are while they wait for each other, None: they move; and
+            where they last were so.
+        is_stopping: whether the person has asked for its end.
         last_frame: the panel that stays, as HTML and as text; None while it runs.
     """
 
@@ -57,6 +59,8 @@ class Run:
         self.message = ""
         self.last_frame: tuple[str, str] | None = None
         self.waiting: WaitingView | None = None
+        self.waited: WaitingView | None = None
+        self.is_stopping = False
         self.first_step = 0
         self.began = False
         self.epochs_ended = 0
@@ -191,6 +195,10 @@ class Run:
         if len(reports) == self.world_size:
             self.state = "stopped" if any(report.stopped for report in reports) else "done"
 
+    def wait(self, view: WaitingView | None) -> None:
+        """Note where the ranks are that wait for each other; None: they move."""
+        self.waiting, self.waited = view, view or self.waited
+
     def fail(self, error: BaseException, spec: TrainSpec) -> None:
         """Note why the run ended early, and tell in the error how it can go on.
 
@@ -209,7 +217,7 @@ class Run:
         if isinstance(error, CellFailedError) and self._kept_by(error, spec):
             error.add_line(f"Nothing is lost: the weights are those {after}")
         self.state = "failed"
-        self.message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self.message = _in_a_line(error)
 
     def _kept_by(self, error: CellFailedError, spec: TrainSpec) -> bool:
         """Return whether a failure left the weights of the last whole step.
@@ -251,4 +259,13 @@ class Run:
     def __repr__(self) -> str:
         losses = self.losses
         loss = f", loss {losses[0]:.4g} → {losses[-1]:.4g}" if losses else ""
-        return f"<Run {self.run_id}: {self.state}, {self.steps} steps{loss}, {self.seconds:.1f} s>"
+        return (
+            f"<Run {self.run_id}: {self.state}, {self.steps:,} steps{loss}, {self.seconds:.1f} s>"
+        )
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return why a run failed, for its panel; the error beneath says it at length."""
+    if summary := getattr(error, "summary", ""):
+        return str(summary)
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -39,7 +39,7 @@ class StepLog:
             step = self._run.first_step + max(self._logged - 1, 0)
             self._run.notes.append(
                 f"--log raised {type(error).__name__}: {error}; it was not called again after "
-                f"step {step}"
+                f"step {step:,}"
             )
 
     def _hand_on(self, function: Callable[..., Any]) -> None:

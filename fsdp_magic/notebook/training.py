@@ -145,8 +145,10 @@ class TrainingPanel:
                 for number, rank in enumerate(run.ranks)
             ),
             stamp=display.stamp(),
+            waited=run.waited,
             waiting=run.waiting if run.state in ("starting", "running") else None,
             message=run.message,
+            is_stopping=run.is_stopping,
             binds_metrics=self._binds_metrics,
             metrics=run.newest_metrics,
             evaluates=self._spec.eval_every is not None,
@@ -180,5 +182,5 @@ def _non_finite(run: Run) -> list[str]:
     steps = run.non_finite_steps
     if not steps:
         return []
-    more = f", and of {len(steps) - 1} or more after it" if len(steps) > 1 else ""
-    return [f"the loss of step {steps[0]} is not finite{more}; --nan stop ends a run there"]
+    more = f", and of {len(steps) - 1:,} or more after it" if len(steps) > 1 else ""
+    return [f"the loss of step {steps[0]:,} is not finite{more}; --nan stop ends a run there"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_magic.core.page import Page
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.core.whereabouts import Whereabouts, WhereReport
 from fsdp_magic.notebook.stacks import Stacks
 from fsdp_magic.panels.waiting import WaitingView
@@ -26,6 +26,8 @@ _STACK_SECONDS = 0.2
 """How long one may take to write its stack."""
 WAIT_SECONDS = 5.0
 """How long a rank may wait for others before a person is told."""
+_HURRIED_SECONDS = 1.0
+"""The same once the person has pressed stop."""
 
 SILENT = (
     "is stopped by a signal or a debugger",
@@ -61,6 +63,15 @@ class WaitingWatch:
         """Note that there was progress; what ranks have said before is old."""
         self._moved_at = now
         self._forget()
+
+    def hurry(self, now: float) -> None:
+        """Look sooner: the person wants the end, which a rank that waits cannot reach by itself.
+
+        What is known already stands; else the ranks have as long as that to move.
+        """
+        self.wait_seconds = min(self.wait_seconds, _HURRIED_SECONDS)
+        if self._view is None:
+            self.moved(now)
 
     def take(self, report: WhereReport, now: float) -> None:
         """Take a rank's answer."""
@@ -149,8 +160,8 @@ def _hint(places: Mapping[int, Whereabouts | None], left: Set[int]) -> str:
     waiting = tuple(rank for rank, where in places.items() if _waits(where))
     if left and waiting:
         return (
-            f"rank {ranks_text(tuple(left))} will not come: what needs every rank, such as a "
-            "sharded model's forward, must run on every rank; press stop to end the cell"
+            f"{ranks_named(tuple(left))} will not come: what needs every rank, such as "
+            "a sharded model's forward, must run on every rank; press stop to end the cell"
         )
     return "it goes on when the others come; press stop to end it"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_magic.core.reply import Failure, FailureKind, OutOfMemory
-from fsdp_magic.core.units import bytes_text, ranks_text
+from fsdp_magic.core.units import bytes_text, ranks_named
 from fsdp_magic.panels.parts import one_line, plain
 
 WHAT_HAPPENED: dict[FailureKind, str] = {
@@ -45,11 +45,11 @@ class _Place:
         """Which ranks, and what happened there."""
         memory = self.failure.memory
         if memory is not None:
-            return f"{_ranks(tuple(self.messages))} {one_line(_full(memory))}"
+            return f"{ranks_named(tuple(self.messages))} {one_line(_full(memory))}"
         words = WHAT_HAPPENED[self.failure.kind]
         if self.failure.kind == "raised":
             words += f" {one_line(self.failure.exception_type)}"
-        return f"{_ranks(tuple(self.messages))} {words}"
+        return f"{ranks_named(tuple(self.messages))} {words}"
 
     @property
     def lines(self) -> list[str]:
@@ -71,7 +71,7 @@ class _Place:
         if len(ranks_of) == 1:
             (message,) = ranks_of
             return [f"{name}: {message}" if message else name]
-        lines = [f"{_ranks(tuple(on))}: {name}: {message}" for message, on in ranks_of.items()]
+        lines = [f"{ranks_named(tuple(on))}: {name}: {message}" for message, on in ranks_of.items()]
         rest = len(lines) - _MOST_MESSAGES
         more = [f"… {rest} more messages; error.exceptions holds them by rank"] if rest > 0 else []
         return [*lines[:_MOST_MESSAGES], *more]
@@ -101,9 +101,12 @@ def _lines(
         lines += [*([""] if lines else []), heading.format(place.heading), *place.lines]
     if rest := places[_MOST_PLACES:]:
         ranks = tuple(sorted(rank for place in rest for rank in place.messages))
-        lines += ["", f"{_ranks(ranks)} failed in other ways; error.exceptions holds them by rank"]
+        lines += [
+            "",
+            f"{ranks_named(ranks)} failed in other ways; error.exceptions holds them by rank",
+        ]
     if released:
-        lines += [*([""] if len(places) > 1 else []), f"{_ranks(released)} {_RELEASED}"]
+        lines += [*([""] if len(places) > 1 else []), f"{ranks_named(released)} {_RELEASED}"]
     return lines
 
 
@@ -118,7 +121,11 @@ def _full(memory: OutOfMemory) -> str:
     most = min(memory.used_bytes, memory.capacity_bytes or memory.used_bytes)
     used = f", {bytes_text(most)} used" if most > _MUCH_MORE * memory.allocated_bytes else ""
     advice = f"; {memory.advice}" if memory.advice else ""
-    return f"ran out of memory{where}: {asked} asked for, {allocated} allocated{used}{advice}"
+    held = "".join(
+        f"; `{name}` still holds {bytes_text(size)}: del {name}" for name, size in memory.held
+    )
+    told = f"{asked} asked for, {allocated} allocated{used}{held}{advice}"
+    return f"ran out of memory{where}: {told}"
 
 
 def _places(exceptions: Mapping[int, Failure]) -> Sequence[_Place]:
@@ -136,9 +143,5 @@ def _without_numbers(failure: Failure) -> Failure:
     memory = failure.memory
     if memory is None:
         return replace(failure, message="")
-    alike = replace(memory, asked_bytes=None, allocated_bytes=0, used_bytes=0)
+    alike = replace(memory, asked_bytes=None, allocated_bytes=0, used_bytes=0, held=())
     return replace(failure, message="", memory=alike)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"

@@ -38,11 +38,13 @@ class LossChart:
         losses: of the run.
         first_step: steps done before this run.
         total_steps: steps this run will take; None: not known.
+        is_last: whether there will be no more steps.
     """
 
     losses: LossHistory
     first_step: int
     total_steps: int | None
+    is_last: bool = False
 
     @property
     def first_non_finite(self) -> int | None:
@@ -94,7 +96,8 @@ def text(chart: LossChart) -> str:
 
 
 def _waiting(chart: LossChart) -> str:
-    words = "no finite loss yet" if chart.losses.count else "waiting for the first step"
+    none = "no step was finished" if chart.is_last else "waiting for the first step"
+    words = "no finite loss yet" if chart.losses.count else none
     return (
         f'<div style="box-sizing:border-box;margin:2px 0;border-top:{RULE};border-bottom:{RULE};'
         f'height:{HEIGHT - 4}px;line-height:{HEIGHT - 6}px;text-align:center">{muted(words)}</div>'
@@ -197,7 +200,7 @@ def _label(chart: LossChart) -> str:
     """Return the chart in words."""
     history = chart.losses
     words = (
-        f"Loss over {history.count} steps: first {figure_text(history.first)}, "
+        f"Loss over {history.count:,} steps: first {figure_text(history.first)}, "
         f"lowest {figure_text(history.lowest)}, highest {figure_text(history.highest)}, "
         f"last {figure_text(history.last)}"
     )

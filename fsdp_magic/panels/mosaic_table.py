@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_magic.core.placement import Placement
-from fsdp_magic.core.units import bytes_text, ranks_text
+from fsdp_magic.core.units import bytes_text, ranks_named, ranks_text
 from fsdp_magic.panels.module_rows import Held, rank_groups
 from fsdp_magic.panels.parts import BLUE, FIRST, head_cell, muted, row, table
 
@@ -38,7 +38,7 @@ class Column:
     @property
     def heading(self) -> str:
         """``rank 3``, ``ranks 0-62``."""
-        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks_text(tuple(self.ranks))}"
+        return ranks_named(tuple(self.ranks))
 
 
 def columns_of(placement: Placement) -> list[Column]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_magic.core.units import ranks_text
+from fsdp_magic.core.units import ranks_named
 from fsdp_magic.panels.parts import escape, plain
 
 _BAR = re.compile(
@@ -32,7 +32,7 @@ class ProgressLine:
     @property
     def labelled(self) -> str:
         """The line as it is shown."""
-        return f"[rank{'s' if len(self.ranks) > 1 else ''} {ranks_text(self.ranks)}] {self.text}"
+        return f"[{ranks_named(self.ranks)}] {self.text}"
 
 
 def merged(states: Mapping[int, str], *, apart: bool = False) -> list[ProgressLine]:

@@ -1,9 +1,12 @@
 """The live panel of a training run, from its first frame to the one that stays; pure.
 
 Every frame of a run has the same rows at the same height: one line of state, a progress bar,
-figures, the chart, a bar per rank; notes come beneath. While the run is under way the bars show
-memory now; the last frame shows memory at its peak and mean activity. So that nothing jumps, what
-a line breaks into depends on the width of the page, never on what stands in it.
+figures, the chart, a bar per rank; notes come beneath, and at the end where ranks wait for each
+other. A panel grows for that table once: when the ranks go on it stays there, faded, until the
+run ends, because what stands beneath on the page would jump at every wait. While the run is under
+way the bars show memory now; the last frame shows memory at its peak and mean activity. So that
+nothing jumps, what a line breaks into depends on the width of the page, never on what stands in
+it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ STATES: dict[RunState, tuple[str, str, str]] = {
     "failed": ("✕", "Failed", RED),
 }
 """Sign, word and colour of each state."""
+_STOPPING = "stopping after this step; press again to stop at once"
 
 
 def html(view: TrainingView) -> str:
@@ -55,7 +59,7 @@ def html(view: TrainingView) -> str:
         + loss_chart.html(_chart(view), as_image=view.is_last)
         + rank_memory.html(_gauges(view), at_peak=view.is_last)
         + notes_html(view.notes)
-        + ("" if view.waiting is None else waiting.html(view.waiting))
+        + _waiting(view)
     )
     return card(content, label=f"Training run: {STATES[view.state][1]}")
 
@@ -81,6 +85,15 @@ def text(view: TrainingView) -> str:
     )
 
 
+def _waiting(view: TrainingView) -> str:
+    """Return the table of ranks that wait for each other, or the last one, faded."""
+    if view.waiting is not None:
+        return waiting.html(view.waiting)
+    if view.waited is None or view.is_last:
+        return ""
+    return waiting.html(view.waited, is_over=True)
+
+
 def batch_text(view: TrainingView) -> str:
     """Return how a step's samples come about: ``8 × 4 × 2 ranks = 64 samples a step``."""
     ranks = f"{view.data_parallel_size} rank{'s' if view.data_parallel_size != 1 else ''}"
@@ -95,7 +108,12 @@ def batch_text(view: TrainingView) -> str:
 
 
 def _chart(view: TrainingView) -> LossChart:
-    return LossChart(losses=view.losses, first_step=view.first_step, total_steps=view.total_steps)
+    return LossChart(
+        losses=view.losses,
+        first_step=view.first_step,
+        total_steps=view.total_steps,
+        is_last=view.is_last,
+    )
 
 
 # ---------------------------------------------------------------- head
@@ -121,6 +139,8 @@ def _headline(view: TrainingView) -> str:
 def _beside(view: TrainingView) -> str:
     """Return what stands beside the state."""
     message = shortened(view.message, 300)
+    if view.is_stopping and not view.is_last:
+        message = _STOPPING
     return f"{message} · {batch_text(view)}" if message else batch_text(view)
 
 

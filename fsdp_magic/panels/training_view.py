@@ -52,8 +52,10 @@ class TrainingView:
         ranks: every rank, from the first frame on, so that the panel keeps its height.
         stamp: when the frame was made, as text.
         message: one line, such as why the run failed.
+        is_stopping: whether the person has asked for its end, which it has not reached yet.
         notes: sentences beneath.
         waiting: where the ranks are while they wait for each other; None: they move.
+        waited: where they were when they last did so, in this run; None: they never did.
         binds_metrics: whether the cell is expected to bind metrics: their place is kept.
         metrics: newest values, by name.
         evaluates: whether the run makes evaluations.
@@ -78,8 +80,10 @@ class TrainingView:
     stamp: str
     first_step: int = 0
     message: str = ""
+    is_stopping: bool = False
     notes: tuple[str, ...] = ()
     waiting: WaitingView | None = None
+    waited: WaitingView | None = None
     binds_metrics: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluates: bool = False

@@ -1,5 +1,8 @@
 """Where ranks are that wait for each other: a table, and the sentence of ranks that diverged; pure.
 
+What a rank does comes first, because it says whom it waits for; on a narrow page the line of the
+cell stands beneath it, and is cut off before what it does is.
+
 Ranks that are in the same place stand together; of those the one that waits longest gives the
 time.
 """
@@ -10,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fsdp_magic.core.reply import Failure
-from fsdp_magic.core.units import ranks_text, seconds_text
+from fsdp_magic.core.units import ranks_named, ranks_text, seconds_text
 from fsdp_magic.core.whereabouts import Whereabouts
 from fsdp_magic.panels.parts import (
     FIRST,
+    NUMBERS,
     cell,
     escape,
     head_cell,
@@ -26,7 +30,7 @@ from fsdp_magic.panels.parts import (
 )
 from fsdp_magic.panels.parts import table as html_table
 
-_HEAD = ("rank", "line of the cell", "what it does", "since")
+_HEAD = ("rank", "what it does", "line of the cell", "since")
 _MOST_ROWS = 8
 _LINE, _DEED = 60, 90
 _MOST_DEEDS = 4
@@ -34,8 +38,17 @@ _SAME_ORDER = (
     "every rank must run the same parts of a sharded model, and the same collectives, in the same "
     "order: make what it decides by the same on every rank"
 )
+DIVERGED, HOPELESS = "the ranks diverged", "the ranks waited for what could never come"
+BACKWARD = "backward"
+"""What stands in place of a line between two runs of a training cell."""
 LEFT = "has left the cell"
 COMPUTES = "computes"
+_GONE_ON = "the ranks have gone on since"
+_FADED = "opacity:.45"
+_CUT = "overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+_DEED_BOX = "flex:1 1 300px;min-width:0;white-space:normal;overflow-wrap:anywhere"
+_LINE_BOX = f"flex:1 1 300px;min-width:0;{_CUT}"
+_SINCE = f"text-align:right;vertical-align:top;{NUMBERS}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,31 +74,51 @@ def text(view: WaitingView) -> str:
     return "\n".join([*lines, *notes_text(_hints(view))])
 
 
-def html(view: WaitingView) -> str:
-    """Return the table as HTML, for a place inside a panel."""
-    head = "".join(
-        head_cell(name, style=FIRST if name == "rank" else "", right=name == "since")
-        for name in _HEAD
+def html(view: WaitingView, *, is_over: bool = False) -> str:
+    """Return the table as HTML, for a place inside a panel.
+
+    Args:
+        view: where the ranks are.
+        is_over: whether they have gone on since: it is faded then, and keeps its room.
+    """
+    rank, deed, line, since = _HEAD
+    head = (
+        head_cell(rank, style=FIRST)
+        + head_cell(_beside(deed, line), style=_WIDE)
+        + head_cell(since, right=True)
     )
-    rows = [
-        row(
-            "".join(
-                cell(
-                    escape(value),
-                    style=(FIRST if n == 0 else "") + ("text-align:right" if n == 3 else ""),
-                )
-                for n, value in enumerate(values)
-            )
-        )
-        for values in _rows(view)
-    ]
-    return f'<div style="margin-top:6px">{html_table(head, rows)}</div>{notes_html(_hints(view))}'
+    rows = [_row_html(*values) for values in _rows(view)]
+    fade = f";{_FADED}" if is_over else ""
+    hints = [_GONE_ON] if is_over else _hints(view)
+    return f'<div style="margin-top:6px{fade}">{html_table(head, rows)}</div>{notes_html(hints)}'
+
+
+_WIDE = "width:100%;max-width:0;"
+"""Style of the cell that takes what the others leave, and is never wider than that."""
+
+
+def _row_html(rank: str, deed: str, line: str, since: str) -> str:
+    return row(
+        cell(escape(rank), style=f"{FIRST}vertical-align:top")
+        + cell(_beside(deed, line), style=_WIDE)
+        + cell(escape(since), style=_SINCE)
+    )
+
+
+def _beside(deed: str, line: str) -> str:
+    """Return two texts side by side, on a narrow page one beneath the other."""
+    return (
+        '<div style="display:flex;flex-wrap:wrap;gap:0px 12px">'
+        f'<div style="{_DEED_BOX}">{escape(deed)} </div>'
+        f'<div style="{_LINE_BOX}" title="{escape(line)}">{escape(line)} </div></div>'
+    )
 
 
 def summary(view: WaitingView) -> str:
     """Return who waits for whom, in a few words for the line of a log."""
     waits = [
-        f"rank {ranks_text(ranks)} waits for rank {ranks_text(where.missing)}"
+        f"{ranks_named(ranks)} {'wait' if len(ranks) > 1 else 'waits'} "
+        f"for {ranks_named(where.missing)}"
         for where, ranks, _ in _together(view)
         if where is not None and where.missing
     ]
@@ -105,10 +138,26 @@ def diverged(failures: Mapping[int, Failure]) -> str:
         peer = where.missing[0]
         other = failures[peer].where if peer in failures else None
         deeds = {rank: _deed_of(rank, where), peer: _deed_of(peer, other)}
+        ahead = _ran_more(rank, where, peer, other)
         return (
-            f"the ranks diverged: {', '.join(deeds[each] for each in sorted(deeds))}; {_SAME_ORDER}"
+            f"{DIVERGED}: {', '.join(deeds[each] for each in sorted(deeds))};\n{ahead}{_SAME_ORDER}"
         )
     return ""
+
+
+def _ran_more(rank: int, where: Whereabouts, peer: int, other: Whereabouts | None) -> str:
+    """Return that one rank ran more forwards, when the other is in its backward already.
+
+    The line where it is need not be the guilty one: a forward that it alone ran above passes for
+    the one that the other ran then.
+    """
+    if other is None or (where.source == BACKWARD) == (other.source == BACKWARD):
+        return ""
+    more, less = (rank, peer) if other.source == BACKWARD else (peer, rank)
+    return (
+        f"rank {less} is in its backward already, so rank {more} has run more of a forward, in "
+        "that line or above it;\n"
+    )
 
 
 def hopeless(view: WaitingView) -> str:
@@ -121,11 +170,11 @@ def hopeless(view: WaitingView) -> str:
     told = ", ".join([*deeds[:_MOST_DEEDS], *(["…"] if len(deeds) > _MOST_DEEDS else [])])
     left = tuple(rank for rank, where in view.places.items() if where is None)
     if not left:
-        return f"{told}: they wait for each other, and none can go on; {_SAME_ORDER}"
+        return f"{told}: they wait for each other, and none can go on;\n{_SAME_ORDER}"
+    has = "have" if len(left) > 1 else "has"
     return (
-        f"{told}, and rank {ranks_text(left)} has left the cell and will never come; what needs "
-        "every rank, such as a sharded model's forward, must run on every rank: take it out of "
-        "the `if`"
+        f"{told}, and {ranks_named(left)} {has} left the cell and will never come;\n"
+        "what needs every rank, such as a sharded model's forward, must run on every rank"
     )
 
 
@@ -178,7 +227,7 @@ def _row(
 ) -> tuple[str, str, str, str]:
     label = ranks_text(ranks)
     if where is None:
-        return label, "", LEFT, ""
+        return label, LEFT if len(ranks) == 1 else LEFT.replace("has", "have"), "", ""
     line = shortened(where.source, _LINE)
     if where.line is not None:
         line = f"{where.line}: {line}".removesuffix(": ")
@@ -186,5 +235,5 @@ def _row(
         line += f" ({shortened(where.inner, 40)})"
     deed = one_line(where.doing) or COMPUTES
     if where.missing:
-        deed += f", waits for rank {ranks_text(where.missing)}"
-    return label, line, shortened(deed, _DEED), seconds_text(seconds) if seconds else ""
+        deed += f", waits for {ranks_named(where.missing)}"
+    return label, shortened(deed, _DEED), line, seconds_text(seconds) if seconds else ""

@@ -23,7 +23,9 @@ from panel_records import (
     view,
 )
 
+from fsdp_magic.core.whereabouts import Whereabouts
 from fsdp_magic.panels import evaluation, mosaic, status, training
+from fsdp_magic.panels.waiting import WaitingView
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -60,6 +62,8 @@ def seen(test_run: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
                 measured = shown(page, frames(world, gpu=gpu), width)
                 run = f"{world} {'GPU' if gpu else 'CPU'} ranks"
                 seen.heights[width, run] = {height for height, _, _ in measured}
+            measured = shown(page, waiting_frames(), width)
+            seen.heights[width, "ranks that wait"] = {height for height, _, _ in measured}
         page.on("dialog", lambda dialog: seen.happened.append(dialog.message))
         page.on("request", lambda request: seen.happened.append(request.url))
         for width in WIDTHS:
@@ -68,11 +72,23 @@ def seen(test_run: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return seen
 
 
+def waiting_frames() -> list[str]:
+    """A run whose ranks wait for each other, and the same when they have gone on."""
+    line = "loss = ((model(x).squeeze(-1) - y) ** 2).mean()"
+    gathers = Whereabouts(line=4, source=line, doing="gathers `model`", missing=(1,), seconds=8)
+    places = {0: gathers, 1: Whereabouts(line=2, source="time.sleep(14)")}
+    table = WaitingView(places=places, hint="it goes on when the others come")
+    return [training.html(view(waiting=table)), training.html(view(waited=table))]
+
+
 def hostile_panels(bad: str) -> list[str]:
     ranks = (gpu_rank(0, bad), gpu_rank(1, bad + "2"))
     model = placement([parameter(f"{bad}.{name}", (8, 8), 2) for name in "ab"], 2, notes=(bad,))
     where = [rank_status(rank, host=bad * (rank + 1), models=(bad,)) for rank in range(2)]
+    lost = Whereabouts(line=1, source=bad, inner=bad, doing=bad, missing=(1,), seconds=9)
+    table = WaitingView(places={0: lost, 1: Whereabouts(doing=bad)}, hint=bad)
     return [
+        training.html(view(waiting=table)),
         training.html(view(ranks=ranks, message=bad, notes=(bad,), metrics={bad: 1.0})),
         mosaic.html(model),
         status.html(where, stamp=bad),
@@ -118,12 +134,12 @@ def shown(page: Page, panels: list[str], width: int) -> list[list[int]]:
 
 
 def test_every_frame_of_a_run_has_the_same_height(seen: Seen) -> None:
-    assert len(seen.heights) == 6
+    assert len(seen.heights) == 8
     assert {run: heights for run, heights in seen.heights.items() if len(heights) > 1} == {}
 
 
 def test_hostile_values_run_nothing_and_stay_on_the_page(seen: Seen) -> None:
-    assert len(seen.boxes) == 16
+    assert len(seen.boxes) == 20
     for width, (height, wide, needed) in seen.boxes:
         assert height < 1_500
         assert wide <= needed <= width

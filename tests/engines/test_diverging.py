@@ -66,7 +66,10 @@ loss = y.square().mean()
     session.model(MODEL, show=False)
     with pytest.raises(RanksDivergedError) as caught:
         session.train(cell, **OPTIONS)
-    told, kept = str(caught.value).splitlines()
+    told, advice, kept = str(caught.value).splitlines()
+    assert told.endswith(";")
+    assert advice.startswith("every rank must run the same parts")
+    assert caught.value.run.message == "the ranks diverged"
     assert told.startswith("the ranks diverged: rank 0 gathers `model.layers.")
     assert ", rank 1 gathers `model.layers." in told
     assert f"(line 5 of the cell: y = {BRANCHES[branch][0]})" in told
@@ -159,6 +162,15 @@ else:
 refused(dist.all_to_all_single, torch.empty(3), torch.ones(3), [1, 1], [2, 1]), dist.barrier()
 """
     session.run(code, show=False)
+
+
+def test_what_a_person_typed_is_named_not_the_collectives_in_it(session: Session) -> None:
+    session.run("import torch", show=False)
+    code = "x = torch.ones(2)\nif rank == 0:\n    fsdp.mean(x)\nelse:\n    fsdp.gather(x)"
+    with pytest.raises(RanksDivergedError) as caught:
+        session.run(code, show=False)
+    assert "rank 0 calls fsdp.mean (line 3" in str(caught.value)
+    assert "rank 1 calls fsdp.gather (line 5" in str(caught.value)
 
 
 NEEDS_ALL = {

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from fsdp_magic.errors import CellFailedError, CellInterrupted
+from fsdp_magic.notebook.ranks import Ranks
 from fsdp_magic.notebook.session import Session
 
 
@@ -142,31 +143,57 @@ def test_an_engine_ignores_interrupts_between_cells(session: Session) -> None:
     check_usable(session)
 
 
-def test_a_second_interrupt_forces_a_training_run_that_does_not_stop(session: Session) -> None:
-    model = """
+MODEL = """
 import time, torch
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = list(torch.randn(64, 3))
 stuck = True
 """
-    session.model(model, show=False)
-    cell = """
-if step == 2 and rank == 0 and stuck:
-    time.sleep(60)
-loss = model(torch.ones(2, 3)).sum()
-"""
+STEP = "loss = model(batch).square().mean()"
+OPTIONS = {"data": "data", "micro_batch_size": 2, "show": False}
+LATE = f"if stuck and step == 2 and rank == 0: time.sleep(60)\n{STEP}"
+ALL_LATE = f"if stuck and step == 2: time.sleep(2)\n{STEP}"
+
+
+@pytest.mark.parametrize("presses", [(0.4,), (0.4, 0.41), (0.4, 1.0)])
+def test_a_step_that_a_rank_never_ends_is_taken_back_and_nothing_is_lost(
+    session: Session, monkeypatch: pytest.MonkeyPatch, presses: tuple[float, ...]
+) -> None:
+    """One press is enough, however many come, also while the ranks are brought back into order."""
+    session.model(MODEL, show=False)
+    expected = session.train(STEP, steps=6, **OPTIONS).losses
+    whole = session.eval(STEP, **OPTIONS)
+    session.model(MODEL, show=False)
+    recover = Ranks._recover
+
+    def pressed(ranks: Ranks) -> object:
+        for _ in presses[1:]:
+            os.kill(os.getpid(), signal.SIGINT)
+        with interrupted_after(*(0.002 for _ in presses[1:])):
+            return recover(ranks)
+
+    monkeypatch.setattr(Ranks, "_recover", pressed)
     started = time.monotonic()
-    with interrupted_after(0.5, 1.0), pytest.raises(CellInterrupted) as caught:
-        session.train(cell, steps=10, show=False)
-    assert 1.0 <= time.monotonic() - started < 3.0, "the first one asks, the second one forces"
+    with interrupted_after(*presses), pytest.raises(CellInterrupted) as caught:
+        session.train(LATE, steps=6, **OPTIONS)
+    assert time.monotonic() - started < presses[0] + 2.0
     run = caught.value.run
     assert run is session.runs[-1]
     assert (run.state, run.steps) == ("stopped", 2)
 
     session.run("stuck = False", show=False)
-    again = session.train(cell, steps=3, show=False)
-    assert (again.state, again.steps, again.first_step) == ("done", 3, 2)
+    again = session.train(LATE, steps=4, **OPTIONS)
+    assert run.losses + again.losses == expected
+    assert session.eval(STEP, **OPTIONS).loss == whole.loss
+
+
+def test_one_press_lets_a_long_step_of_all_ranks_end(session: Session) -> None:
+    session.model(MODEL, show=False)
+    with interrupted_after(0.4), pytest.raises(CellInterrupted) as caught:
+        session.train(ALL_LATE, steps=6, **OPTIONS)
+    assert (caught.value.run.state, caught.value.run.steps) == ("stopped", 3)
 
 
 def test_a_handler_that_a_cell_installs_ends_with_it(session: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -178,6 +179,26 @@ def test_memory_is_free_again_wherever_it_ran_out(built: Session, where: str) ->
     assert full(built, lambda: act(built))[0].startswith(line)
     built.run("bad = -1", show=False)
     assert len(train(built, steps=1)) == 1
+
+
+def test_a_list_that_the_cell_filled_is_named_and_its_memory_comes_back_with_it(
+    built: Session,
+) -> None:
+    before = allocated(built)
+    fill = "while True: big.append(torch.ones(20 * 2**17))"
+    for act in (
+        lambda: built.run(f"big = []\nif rank == 0:\n    {fill}", show=False),
+        lambda: train(built, f"if rank == 0:\n    {fill}\nloss = model(batch, False).sum()"),
+    ):
+        built.run("big = []", show=False)
+        with pytest.raises(OutOfMemoryOnRankError) as caught:
+            act()
+        told = re.search(r"; `big` still holds (\d+) MiB: del big; try ", str(caught.value))
+        assert told is not None
+        assert 100 < int(told[1]) < 300
+        assert "`loss`" not in str(caught.value)
+        built.run("del big", show=False)
+        check_free_again(built, before)
 
 
 def test_what_the_person_catches_is_no_failure(built: Session) -> None:

@@ -182,7 +182,7 @@ def test_a_restart_of_engines_in_order_gives_fresh_ones(session: Session) -> Non
 
 def test_when_every_engine_died_all_are_fresh(session: Session) -> None:
     died = lose(session, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert "rank 0-1 on" in str(died)
+    assert "ranks 0-1 on" in str(died)
     assert "which starts fresh engines" in str(died)
     session.restart()
     assert results(session, "rank") == ["0", "1"]

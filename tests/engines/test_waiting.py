@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,12 +47,12 @@ def test_an_endless_loop_is_told_live_and_at_the_timeout(
     with pytest.raises(CellFailedError) as caught:
         session.run("if rank == 0:\n    while True: pass\ndist.barrier()", timeout=0.9)
     table = [
-        "0 2: while True: pass computes",
-        "1 3: dist.barrier() calls barrier, waits for rank 0",
+        "0 computes 2: while True: pass",
+        "1 calls barrier, waits for rank 0 3: dist.barrier()",
     ]
     assert rows(str(caught.value)) == [TIMED_OUT.format(0.9), rows(str(caught.value))[1], *table]
     head, *told, hint = rows(capsys.readouterr().err)
-    assert (head, told) == ("rank line of the cell what it does since", table)
+    assert (head, told) == ("rank what it does line of the cell since", table)
     assert hint == "it goes on when the others come; press stop to end it"
     check_usable(session)
 
@@ -66,7 +67,7 @@ def test_a_rank_that_waits_for_one_that_has_left_is_ended(
         session.run("if rank == 0:\n    model(torch.ones(1, 4))")
     assert str(caught.value).startswith(
         "rank 0 gathers `model` (line 2 of the cell: model(torch.ones(1, 4))), and rank 1 has "
-        "left the cell and will never come; what needs every rank"
+        "left the cell and will never come;\nwhat needs every rank"
     )
     assert capsys.readouterr().err == ""
     assert session.pull("model.weight").shape == (4, 4)
@@ -124,10 +125,23 @@ if rank == 1 and step == 2:
     run = session.train(cell, steps=4)
     assert (run.state, run.steps) == ("done", 4)
     told = [line for lines in shown for line in lines]
-    assert "0 2: time.sleep(0.9) computes" in told
-    assert "1 3: loss = model(torch.ones(2, 4)).sum() gathers `model`, waits for rank 0" in told
-    assert "0 backward reduces the gradients of `model`, waits for rank 1" in told
+    assert "0 computes 2: time.sleep(0.9)" in told
+    assert "1 gathers `model`, waits for rank 0 3: loss = model(torch.ones(2, 4)).sum()" in told
+    assert "0 reduces the gradients of `model`, waits for rank 1 backward" in told
     assert not any("waits for rank" in line for line in shown[-1])
+
+
+def test_one_press_ends_a_run_whose_table_is_up_at_once(session: Session) -> None:
+    session.model(MODEL, show=False)
+    cell = "if rank == 0 and step == 1: time.sleep(60)\nloss = model(torch.ones(2, 4)).sum()"
+    pressed = 1.2
+    started = time.monotonic()
+    with interrupted_after(pressed), pytest.raises(CellInterrupted) as caught:
+        session.train(cell, steps=4, show=False)
+    assert time.monotonic() - started < pressed + 0.6
+    run = caught.value.run
+    assert (run.state, run.steps, run.is_stopping) == ("stopped", 1, True)
+    assert run.waited is not None
 
 
 def test_votes_and_the_data_are_named(session: Session) -> None:
@@ -156,7 +170,7 @@ frozen = torch.nn.Linear(4, 1).requires_grad_(False)
             show=False,
         )
     assert rows(str(caught.value))[0] == TIMED_OUT.format(0.6)
-    assert "1 1: if rank == 1: time.sleep(30) computes" in rows(str(caught.value))
+    assert "1 computes 1: if rank == 1: time.sleep(30)" in rows(str(caught.value))
 
 
 def test_an_interrupted_cell_says_where_its_ranks_waited(session: Session) -> None:
@@ -166,8 +180,8 @@ def test_an_interrupted_cell_says_where_its_ranks_waited(session: Session) -> No
     told = rows(str(caught.value))
     assert told[0] == "interrupted"
     assert told[2:] == [
-        "0 2: dist.recv(torch.ones(1), 1) calls recv, waits for rank 1",
-        "1 3: dist.barrier() calls barrier, waits for rank 0",
+        "0 calls recv, waits for rank 1 2: dist.recv(torch.ones(1), 1)",
+        "1 calls barrier, waits for rank 0 3: dist.barrier()",
     ]
     with interrupted_after(0.2), pytest.raises(CellInterrupted) as caught:
         session.run("time.sleep(10)", show=False)
@@ -200,7 +214,7 @@ def test_an_engine_that_stands_still_is_told_and_goes_on(
     with standing_still(pid, 1.5):
         session.run(code, timeout=20)
     told = rows(capsys.readouterr().err)
-    assert "0 3: dist.barrier() calls barrier, waits for rank 1" in told
+    assert "0 calls barrier, waits for rank 1 3: dist.barrier()" in told
     assert any(line[0] == "1" and waiting.SILENT[0] in line for line in told)
     check_usable(session)
 
@@ -218,5 +232,5 @@ dist.barrier()
     session.run("until = time.monotonic() + 1.5; import sys; sys.setswitchinterval(10)", show=False)
     session.run(code, timeout=20)
     session.run("sys.setswitchinterval(0.005)", show=False)
-    assert f"0 1 {waiting.SILENT[1]}" in rows(capsys.readouterr().err)
+    assert f"0 {waiting.SILENT[1]} 1" in rows(capsys.readouterr().err)
     check_usable(session)

@@ -22,7 +22,7 @@ class Chatter(Events):
             return Answered(engine_id=0, reply=Reply(rank=0))
         return Printed(engine_id=0, stream="stdout", report=PrintedReport(parts=("x\n",)))
 
-    def ask(self) -> float:
+    def press(self, times: int) -> float:
         self.asked += 1
         return 1.0
 

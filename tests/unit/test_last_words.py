@@ -64,7 +64,7 @@ def test_several_deaths_are_told_in_one_line() -> None:
     host = socket.gethostname()
     assert str(error) == (
         f"rank 1 on {host} ended (SIGKILL: killed by the system, because memory ran out), "
-        f"rank 2-3 on {host} ended (SIGKILL); type %fsdp_restart, which replaces them; the other "
+        f"ranks 2-3 on {host} ended (SIGKILL); type %fsdp_restart, which replaces them; the other "
         "keeps its variables"
     )
     assert (error.rank, error.signal) == (1, signal.SIGKILL)

@@ -61,6 +61,8 @@ def test_step_numbers_count_as_the_panel_does() -> None:
 
 def test_the_axis_of_an_unknown_length_has_no_end_before_the_first_step() -> None:
     unknown = LossChart(losses=LossHistory(), first_step=0, total_steps=None)
+    ended = LossChart(losses=LossHistory(), first_step=0, total_steps=None, is_last=True)
+    assert "no step was finished" in loss_chart.html(ended, as_image=True)
     assert Page(loss_chart.html(unknown, as_image=False)).text.endswith("0 step")
 
 

@@ -151,7 +151,7 @@ def test_each_waiting_for_the_other_is_hopeless() -> None:
     assert ranks.watch.hopeless(view)
     assert waiting.hopeless(view).startswith(
         "rank 0 is at the start of a step, rank 1 gathers `model` (line 5 of the cell: model(x)): "
-        "they wait for each other, and none can go on; every rank must run"
+        "they wait for each other, and none can go on;\nevery rank must run"
     )
 
 
@@ -180,12 +180,41 @@ def test_ranks_in_the_same_place_stand_in_one_row() -> None:
     }
     view = waiting.WaitingView(places=places | {0: COMPUTES, 63: None}, hint="a hint")
     assert waiting.text(view).splitlines() == [
-        "rank  line of the cell  what it does                     since",
-        "0     3: y = slow(x)    computes",
-        "1-62                    calls barrier, waits for rank 0  01:02",
-        "63                      has left the cell",
+        "rank  what it does                     line of the cell  since",
+        "0     computes                         3: y = slow(x)",
+        "1-62  calls barrier, waits for rank 0                    01:02",
+        "63    has left the cell",
         "a hint",
     ]
+
+
+def test_several_ranks_are_told_in_the_plural() -> None:
+    waits = Whereabouts(doing="calls barrier", missing=(2, 3), seconds=7.0)
+    view = waiting.WaitingView(places={0: waits, 1: waits, 2: None, 3: None})
+    assert waiting.summary(view) == "ranks 0-1 wait for ranks 2-3"
+    assert [" ".join(line.split()) for line in waiting.text(view).splitlines()[1:]] == [
+        "0-1 calls barrier, waits for ranks 2-3 00:07",
+        "2-3 have left the cell",
+    ]
+    told, advice = waiting.hopeless(view).splitlines()
+    assert told.endswith(", and ranks 2-3 have left the cell and will never come;")
+    assert advice.startswith("what needs every rank")
+
+
+def test_the_room_of_a_table_stays_until_the_run_ends() -> None:
+    table = waiting.WaitingView(places={0: COMPUTES, 1: WAITS}, hint="a hint")
+    over = training.html(view(waited=table))
+    assert waiting.html(table, is_over=True) in over
+    assert "a hint" not in over
+    assert "waits for rank 0" not in training.text(view(waited=table))
+    assert "waits for rank 0" not in training.html(view("done", waited=table))
+
+
+def test_a_run_that_was_asked_to_stop_says_so_until_it_has() -> None:
+    words = "stopping after this step; press again to stop at once"
+    assert words in training.html(view(is_stopping=True))
+    assert words in training.text(view(is_stopping=True))
+    assert words not in training.html(view("stopped", is_stopping=True))
 
 
 def test_many_different_places_are_cut_short() -> None:
@@ -210,7 +239,13 @@ def test_ranks_that_diverged_are_told_with_both_lines_where_they_are_known() -> 
     let_go = Failure(kind="released", exception_type="", message="", where=first)
     assert waiting.diverged({0: let_go, 1: saw}).startswith(
         "the ranks diverged: rank 0 gathers `model.a` (line 3 of the cell: x = model.a(x)), "
-        "rank 1 gathers `model.b` (line 5 of the cell: x = model.b(x)); every rank must"
+        "rank 1 gathers `model.b` (line 5 of the cell: x = model.b(x));\nevery rank must"
     )
     assert "rank 0 does something else, rank 1 gathers" in waiting.diverged({1: saw})
     assert waiting.diverged({0: let_go}) == ""
+    behind = Whereabouts(source="backward", doing="gathers `model.b`")
+    let_go = Failure(kind="released", exception_type="", message="", where=behind)
+    assert waiting.diverged({0: let_go, 1: saw}).splitlines()[1] == (
+        "rank 0 is in its backward already, so rank 1 has run more of a forward, in that line or "
+        "above it;"
+    )
