@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.recovery import RestoreReport
-from fsdp_magic.engine import randomness
+from fsdp_magic.engine import hyperparameters, randomness
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.snapshot_content import Content, Subjects, Unpacker
+from fsdp_magic.engine.snapshot_content import Content, OptimizerContent, Subjects, kind_of
+from fsdp_magic.engine.snapshot_unpacking import Unpacker
 from fsdp_magic.engine.snapshots import Keeper, Snapshots
 from fsdp_magic.engine.world import World
 
@@ -33,14 +34,28 @@ class _Waiting:
 
     Attributes:
         number: of the snapshot.
-        models: names of those that were put back.
+        models: those that were put back, by name.
         optimizers, schedulers: which were put back.
+        unlike: optimizers of another class, whose state is left as it is.
+        notes: sentences a person should read, until they are told.
     """
 
     number: int
-    models: set[str] = field(default_factory=set)
+    models: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
+    unlike: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    notes: list[str] = field(default_factory=list)
+
+    def there(self, subjects: Subjects) -> list[nn.Module]:
+        """Return the models that were put back and are still what their names stand for."""
+        named = ((subjects.models.get(name), model()) for name, model in self.models.items())
+        return [module for module, put_back in named if module and module is put_back]
+
+    def tell(self) -> tuple[str, ...]:
+        """Return the notes that were not told yet."""
+        notes, self.notes = tuple(self.notes), []
+        return notes
 
 
 class Restoration:
@@ -88,30 +103,45 @@ class Restoration:
     def restore_models(self, names: Container[str]) -> RestoreReport:
         """Put what a lost engine had into models that were built anew, and wait for the rest.
 
+        A model that is built once more is meant to begin at step 0: the snapshot is forgotten.
+
         Collective: every rank must call this.
 
         Args:
             names: of the models that were built.
         """
         if not self._snapshots.agree():
+            self.forget()
             return RestoreReport(step=None)
+        if self._waiting is None or self._waiting.number != self._snapshots.newest:
+            self._waiting = _Waiting(number=self._snapshots.newest)
+        report = self._restore_models(names, self._waiting)
+        if report.step is None and not report.waits:
+            self.forget()
+            self._snapshots.forget()
+        return report
+
+    def _restore_models(self, names: Container[str], waiting: _Waiting) -> RestoreReport:
         assert self._snapshots.file is not None
         with self._snapshots.file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
             built = {n: m for n, m in self._snapshots.subjects().models.items() if n in names}
             differing = self._first_of_all(_differences_of_built(unpacker, content, built))
             if differing:
+                for name in built:
+                    waiting.models.pop(name, None)
                 note = f"the snapshot of step {content.step:,} was not loaded: {differing}"
+                return RestoreReport(step=None, waits=True, notes=(note,))
+            if waiting.models.keys() & built.keys():
+                note = f"the next step is 0; the snapshot of step {content.step:,} is forgotten"
                 return RestoreReport(step=None, notes=(note,))
-            if self._waiting is None or self._waiting.number != self._snapshots.newest:
-                self._waiting = _Waiting(number=self._snapshots.newest)
             for name, module in built.items():
                 unpacker.module(module, content.models[name])
-                self._waiting.models.add(name)
-            self._put_back_rest(unpacker, content, self._waiting)
+                waiting.models[name] = weakref.ref(module)
+            self._put_back_rest(unpacker, content, waiting)
             self._count_from(unpacker, content)
             self._keeper.position.expect(content.places)
-        return _report(content, notes=_sequential(content))
+        return _report(content, notes=(*_sequential(content), *waiting.tell()))
 
     def complete(self) -> list[str]:
         """Put back what was not there when the models were built; a run begins.
@@ -119,22 +149,26 @@ class Restoration:
         Returns:
             Sentences about what did not find its place.
         """
-        waiting, file = self._waiting, self._snapshots.file
+        waiting, file, subjects = self._waiting, self._snapshots.file, self._snapshots.subjects()
+        self._waiting = None
         if waiting is None or file is None or waiting.number != self._snapshots.newest:
-            self._waiting = None
+            return []
+        there = waiting.there(subjects)
+        if not there:  # what was built since is unlike it
             return []
         with file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
             self._put_back_rest(unpacker, content, waiting)
             self._keeper.randomness.outside = unpacker.unpack(content.process)
-        self._waiting = None
-        subjects = self._snapshots.subjects()
-        missing = [n for n in content.models if n not in waiting.models]
-        put_back = {n for n, each in subjects.optimizers.items() if each in waiting.optimizers}
+        missing = [n for n in content.models if subjects.models.get(n) not in there]
+        told = {*waiting.optimizers, *waiting.unlike}
+        put_back = {n for n, each in subjects.optimizers.items() if each in told}
         missing += [name for name in content.optimizers if name not in put_back]
-        if not missing:
-            return []
-        return [f"not put back from the snapshot: {', '.join(missing)}; made anew or unlike it"]
+        notes = list(waiting.tell())
+        if missing:
+            which = ", ".join(missing)
+            notes.append(f"not put back from the snapshot: {which}; made anew or unlike it")
+        return notes
 
     def _put_back(self, unpacker: Unpacker, content: Content, subjects: Subjects) -> None:
         """Put everything back into the objects that are there."""
@@ -147,7 +181,7 @@ class Restoration:
             unpacker.optimizer(subjects.optimizers[name], optimizer)
         for name, state in content.schedulers.items():
             if name in subjects.schedulers:
-                subjects.schedulers[name].load_state_dict(unpacker.unpack(state))
+                subjects.schedulers[name].load_state_dict(unpacker.unpack(state.state))
 
     def _count_from(self, unpacker: Unpacker, content: Content) -> None:
         """Have the next run go on from there."""
@@ -160,33 +194,15 @@ class Restoration:
         for name, module in subjects.modules.items():
             if name in content.modules:
                 unpacker.module(module, content.modules[name])
-        models = [m for n, m in subjects.models.items() if n in waiting.models]
-        trained = {id(p) for model in models for p in model.parameters()}
+        trained = {id(p) for model in waiting.there(subjects) for p in model.parameters()}
         for name, optimizer in subjects.optimizers.items():
             kept = content.optimizers.get(name)
-            if kept is None or optimizer in waiting.optimizers:
+            if kept is None or optimizer in waiting.optimizers or optimizer in waiting.unlike:
                 continue
             shards = {id(p) for p in parameters_of(optimizer) if isinstance(p, DTensor)}
             if shards <= trained and unpacker.is_like(optimizer, kept):
-                unpacker.optimizer(optimizer, kept)
-                waiting.optimizers.add(optimizer)
-        self._put_back_schedulers(unpacker, content, subjects)
-
-    def _put_back_schedulers(
-        self, unpacker: Unpacker, content: Content, subjects: Subjects
-    ) -> None:
-        """Put schedulers back whose optimizers were, and the learning rates that making one set."""
-        assert self._waiting is not None
-        waiting = self._waiting
-        for name, scheduler in subjects.schedulers.items():
-            optimizer = getattr(scheduler, "optimizer", None)
-            if name not in content.schedulers or scheduler in waiting.schedulers:
-                continue
-            for own, each in subjects.optimizers.items():
-                if each is optimizer and each in waiting.optimizers:
-                    scheduler.load_state_dict(unpacker.unpack(content.schedulers[name]))
-                    unpacker.groups(each, content.optimizers[own])
-                    waiting.schedulers.add(scheduler)
+                _put_back_optimizer(unpacker, name, optimizer, kept, waiting)
+        _put_back_schedulers(unpacker, content, subjects, waiting)
 
     def _first_of_all(self, differences: list[str]) -> str:
         """Return the first difference that any rank found; nothing: there is none anywhere.
@@ -229,7 +245,9 @@ def _differences(unpacker: Unpacker, content: Content, subjects: Subjects) -> li
     return differences + [
         f"{name} is another one now"
         for name, kept in content.optimizers.items()
-        if name not in optimizers or not unpacker.is_like(optimizers[name], kept)
+        if name not in optimizers
+        or kind_of(optimizers[name]) != kept.kind
+        or not unpacker.is_like(optimizers[name], kept)
     ]
 
 
@@ -243,3 +261,40 @@ def _differences_of_built(
         else f"it holds no {name}, but {', '.join(content.models) or 'no model'}"
         for name, module in built.items()
     ]
+
+
+def _put_back_optimizer(
+    unpacker: Unpacker,
+    name: str,
+    optimizer: Optimizer,
+    kept: OptimizerContent,
+    waiting: _Waiting,
+) -> None:
+    """Put an optimizer back, whose parameters fit; the state of another class is none for it."""
+    if kind_of(optimizer) == kept.kind:
+        waiting.notes += hyperparameters.edited(name, optimizer, kept, unpacker)
+        unpacker.optimizer(optimizer, kept)
+        waiting.optimizers.add(optimizer)
+        return
+    unpacker.own_parameters(optimizer, kept)
+    waiting.unlike.add(optimizer)
+    before, now = kept.kind.rpartition(".")[2], type(optimizer).__name__
+    waiting.notes.append(
+        f"`{name}` is {now} now and was {before} in the snapshot: its state starts anew"
+    )
+
+
+def _put_back_schedulers(
+    unpacker: Unpacker, content: Content, subjects: Subjects, waiting: _Waiting
+) -> None:
+    """Put schedulers back whose optimizers were, and the learning rates that making one set."""
+    for name, scheduler in subjects.schedulers.items():
+        kept = content.schedulers.get(name)
+        if kept is None or kept.kind != kind_of(scheduler) or scheduler in waiting.schedulers:
+            continue
+        optimizer = getattr(scheduler, "optimizer", None)
+        for own, each in subjects.optimizers.items():
+            if each is optimizer and each in waiting.optimizers:
+                scheduler.load_state_dict(unpacker.unpack(kept.state))
+                unpacker.groups(each, content.optimizers[own])
+                waiting.schedulers.add(scheduler)
