@@ -10,52 +10,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.recovery import RestoreReport
-from fsdp_magic.engine import hyperparameters, randomness
+from fsdp_magic.engine import randomness
+from fsdp_magic.engine.awaited import Awaited, put_back_optimizer, put_back_schedulers
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.snapshot_content import Content, OptimizerContent, Subjects, kind_of
+from fsdp_magic.engine.snapshot_content import Content, Subjects, kind_of
 from fsdp_magic.engine.snapshot_unpacking import Unpacker
 from fsdp_magic.engine.snapshots import Keeper, Snapshots
 from fsdp_magic.engine.world import World
-
-
-@dataclass(slots=True, kw_only=True)
-class _Waiting:
-    """A snapshot of a lost engine, of which not everything found its place yet.
-
-    Attributes:
-        number: of the snapshot.
-        models: those that were put back, by name.
-        optimizers, schedulers: which were put back.
-        unlike: optimizers of another class, whose state is left as it is.
-        notes: sentences a person should read, until they are told.
-    """
-
-    number: int
-    models: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
-    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
-    unlike: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    notes: list[str] = field(default_factory=list)
-
-    def there(self, subjects: Subjects) -> list[nn.Module]:
-        """Return the models that were put back and are still what their names stand for."""
-        named = ((subjects.models.get(name), model()) for name, model in self.models.items())
-        return [module for module, put_back in named if module and module is put_back]
-
-    def tell(self) -> tuple[str, ...]:
-        """Return the notes that were not told yet."""
-        notes, self.notes = tuple(self.notes), []
-        return notes
 
 
 class Restoration:
@@ -71,7 +39,7 @@ class Restoration:
         self._snapshots = snapshots
         self._world = world
         self._keeper = keeper
-        self._waiting: _Waiting | None = None
+        self._waiting: Awaited | None = None
 
     def forget(self) -> None:
         """Wait for nothing any more: another model is built."""
@@ -114,14 +82,14 @@ class Restoration:
             self.forget()
             return RestoreReport(step=None)
         if self._waiting is None or self._waiting.number != self._snapshots.newest:
-            self._waiting = _Waiting(number=self._snapshots.newest)
+            self._waiting = Awaited(number=self._snapshots.newest)
         report = self._restore_models(names, self._waiting)
         if report.step is None and not report.waits:
             self.forget()
             self._snapshots.forget()
         return report
 
-    def _restore_models(self, names: Container[str], waiting: _Waiting) -> RestoreReport:
+    def _restore_models(self, names: Container[str], waiting: Awaited) -> RestoreReport:
         assert self._snapshots.file is not None
         with self._snapshots.file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
@@ -188,7 +156,7 @@ class Restoration:
         self._keeper.steps, self._keeper.epoch = content.step, content.epoch
         self._keeper.randomness.state = unpacker.unpack(content.training)
 
-    def _put_back_rest(self, unpacker: Unpacker, content: Content, waiting: _Waiting) -> None:
+    def _put_back_rest(self, unpacker: Unpacker, content: Content, waiting: Awaited) -> None:
         """Put back what stands beside the models and belongs to those that were put back."""
         subjects = self._snapshots.subjects()
         for name, module in subjects.modules.items():
@@ -201,8 +169,8 @@ class Restoration:
                 continue
             shards = {id(p) for p in parameters_of(optimizer) if isinstance(p, DTensor)}
             if shards <= trained and unpacker.is_like(optimizer, kept):
-                _put_back_optimizer(unpacker, name, optimizer, kept, waiting)
-        _put_back_schedulers(unpacker, content, subjects, waiting)
+                put_back_optimizer(unpacker, name, optimizer, kept, waiting)
+        put_back_schedulers(unpacker, content, subjects, waiting)
 
     def _first_of_all(self, differences: list[str]) -> str:
         """Return the first difference that any rank found; nothing: there is none anywhere.
@@ -261,40 +229,3 @@ def _differences_of_built(
         else f"it holds no {name}, but {', '.join(content.models) or 'no model'}"
         for name, module in built.items()
     ]
-
-
-def _put_back_optimizer(
-    unpacker: Unpacker,
-    name: str,
-    optimizer: Optimizer,
-    kept: OptimizerContent,
-    waiting: _Waiting,
-) -> None:
-    """Put an optimizer back, whose parameters fit; the state of another class is none for it."""
-    if kind_of(optimizer) == kept.kind:
-        waiting.notes += hyperparameters.edited(name, optimizer, kept, unpacker)
-        unpacker.optimizer(optimizer, kept)
-        waiting.optimizers.add(optimizer)
-        return
-    unpacker.own_parameters(optimizer, kept)
-    waiting.unlike.add(optimizer)
-    before, now = kept.kind.rpartition(".")[2], type(optimizer).__name__
-    waiting.notes.append(
-        f"`{name}` is {now} now and was {before} in the snapshot: its state starts anew"
-    )
-
-
-def _put_back_schedulers(
-    unpacker: Unpacker, content: Content, subjects: Subjects, waiting: _Waiting
-) -> None:
-    """Put schedulers back whose optimizers were, and the learning rates that making one set."""
-    for name, scheduler in subjects.schedulers.items():
-        kept = content.schedulers.get(name)
-        if kept is None or kept.kind != kind_of(scheduler) or scheduler in waiting.schedulers:
-            continue
-        optimizer = getattr(scheduler, "optimizer", None)
-        for own, each in subjects.optimizers.items():
-            if each is optimizer and each in waiting.optimizers:
-                scheduler.load_state_dict(unpacker.unpack(kept.state))
-                unpacker.groups(each, content.optimizers[own])
-                waiting.schedulers.add(scheduler)

@@ -122,10 +122,11 @@ class History:
 
         Args:
             lost: whether something had happened to engines; then a snapshot waits of a run that
-                had not ended.
+                had not ended. One that waits already goes on waiting.
         """
         self._lost = self._newest or self._lost
-        self.snapshots_wait, self._taken_up = lost and self.outlives_engines, False
+        self.snapshots_wait = (lost or self.snapshots_wait) and self.outlives_engines
+        self._taken_up = False
         if not self.snapshots_wait:
             self.forget_snapshots()
         self.lost_models = tuple(dict.fromkeys((*self.lost_models, *self._models)))

@@ -62,7 +62,7 @@ class Lifetime:
                 self._stop_engines()
                 self._leave_engines(lost=lost)
                 self._start()
-        if lost and self._history.lost_models:
+        if (lost or self._history.snapshots_wait) and self._history.lost_models:
             done = self.restarted or "every rank has a fresh engine"
             self.restarted = f"{done}; {self._what_to_build()}"
         return self

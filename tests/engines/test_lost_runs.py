@@ -36,9 +36,7 @@ def fresh(session: Session) -> Iterator[Session]:
 def lose(session: Session, *, dead: str = "[1]", every: int | None = 3) -> str:
     """Train until engines die, replace them, and return what was told of the death."""
     with pytest.raises(EngineDiedError) as caught:
-        session.train(
-            LOSS + DIES.replace("DEAD", dead), steps=10, snapshot_every=every, show=False
-        )
+        session.train(LOSS + DIES.replace("DEAD", dead), steps=10, snapshot_every=every, show=False)
     session.restart()
     return str(caught.value)
 
@@ -149,7 +147,9 @@ def test_the_state_of_another_optimizer_is_left_fresh_and_it_says_so(fresh, caps
 def test_without_a_snapshot_a_death_says_what_would_have_kept_the_model(fresh, capsys):
     build(fresh, capsys)
     told = lose(fresh, every=None).splitlines()[1]
-    assert told.startswith("`model` is lost: build it again after %fsdp_restart (%%fsdp_train --snapsh")
+    assert told.startswith(
+        "`model` is lost: build it again after %fsdp_restart (%%fsdp_train --snapsh"
+    )
     assert fresh.restarted.endswith("; build `model` again in %%fsdp_model")
     with pytest.raises(UsageError, match="leave --resume out: there is no snapshot"):
         fresh.train(LOSS, resume=True, show=False)

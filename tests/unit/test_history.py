@@ -79,6 +79,21 @@ def test_snapshots_wait_from_the_loss_of_their_engines_to_the_next_run() -> None
     assert not history.snapshots_wait
 
 
+def test_a_second_restart_before_a_run_loses_no_snapshot() -> None:
+    history = History()
+    ended(history, SNAPSHOTS, total=20, done=8)
+    for lost in (True, False):
+        history.leave_engines(lost=lost)
+        assert history.snapshots_wait
+    history.built(["model"], RestoreReport(step=15))
+    history.leave_engines(lost=False)
+    assert history.snapshots_wait
+    history.built(["model"], RestoreReport(step=15))
+    ended(history, TrainSpec(steps=2), total=2, done=2, state="stopped")
+    history.leave_engines(lost=False)
+    assert not history.snapshots_wait
+
+
 def test_only_what_a_run_lost_waits_for_its_model() -> None:
     for lost, state in ((False, "failed"), (True, "done")):
         history = History()
