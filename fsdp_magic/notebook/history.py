@@ -35,7 +35,7 @@ class History:
         self._lost: Run | None = None
         self._snapshots_of: Run | None = None
         self._snapshots_before: Run | None = None
-        self._taken_up = False
+        self._taken_up = self._ran_since = False
         self.snapshots_wait = False
         self._models: tuple[str, ...] = ()
         self.lost_models: tuple[str, ...] = ()
@@ -54,6 +54,7 @@ class History:
     def end(self, run: Run, spec: TrainSpec) -> None:
         """Remember a run that is over, however it ended; a trial left nothing to take up."""
         self.last_frame = run.last_frame or self.last_frame
+        self._ran_since = self._ran_since or run.began
         if self._snapshots_of is run and not run.began:
             self._snapshots_of = self._snapshots_before
         if run.began and (self._taken_up or spec.snapshot_every is not None):
@@ -122,11 +123,12 @@ class History:
 
         Args:
             lost: whether something had happened to engines; then a snapshot waits of a run that
-                had not ended. One that waits already goes on waiting.
+                had not ended. One that waits already goes on waiting if nothing ran since.
         """
         self._lost = self._newest or self._lost
-        self.snapshots_wait = (lost or self.snapshots_wait) and self.outlives_engines
-        self._taken_up = False
+        waits_on = self.snapshots_wait and not self._ran_since
+        self.snapshots_wait = (lost or waits_on) and self.outlives_engines
+        self._taken_up = self._ran_since = False
         if not self.snapshots_wait:
             self.forget_snapshots()
         self.lost_models = tuple(dict.fromkeys((*self.lost_models, *self._models)))

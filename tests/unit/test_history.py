@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from fsdp_magic.core.errors import UsageError
@@ -114,6 +116,9 @@ def test_a_snapshot_that_was_not_loaded_waits_for_the_model_that_fits() -> None:
         history.built(["model"], restored)
     ended(history, TrainSpec(steps=2), total=2, done=2, state="done")
     assert history.snapshots_wait
+    other = copy.copy(history)
+    other.leave_engines(lost=False)
+    assert not other.snapshots_wait, "another model was trained, and nothing was lost since"
     history.built(["model"], back)
     ended(history, TrainSpec(steps=2), total=2, done=2, state="done")
     assert not history.snapshots_wait
