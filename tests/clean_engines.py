@@ -27,7 +27,7 @@ def clean():
         del names[name]
     engine = builtins._fsdp_magic_call.__self__
     engine.models.clear()
-    engine.lost_models.__init__(names)
+    engine.lost_models.clear()
     engine.names._told.clear()
     engine.steps, engine.epoch, engine.position = 0, 0, Position()
     engine.snapshots.forget()
@@ -49,8 +49,9 @@ clean()
 def cleaned(session: Session) -> Session:
     """Return a kept session as if it had just started; one that a test broke is restarted."""
     session.runs.clear()
-    session._history.leave_engines()
+    session._history.leave_engines(lost=False)
     session._history.start_anew()
+    session._history.lost_models = ()
     session.engines.weights.built(None)
     try:
         session.run(CLEAN, show=False, timeout=20)

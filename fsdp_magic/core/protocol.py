@@ -50,6 +50,7 @@ class JoinRequest:
         snapshots: paths of the files for its snapshots, in memory that the kernel owns.
         generation: of the transports; more than 1: the others are there already.
         replaced: the ranks that have fresh engines, when those join the others.
+        lost_models: names of the models that went with the engines before these.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class JoinRequest:
     snapshots: tuple[str, ...] = ()
     generation: int = 1
     replaced: tuple[int, ...] = ()
+    lost_models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

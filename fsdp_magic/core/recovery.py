@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -39,12 +40,28 @@ class RestoreReport:
 
     Attributes:
         step: steps of training that it holds; None: there is none that fits.
+        waits: whether it is still there, for a model that fits.
         run_id: of the run that made it.
         epochs_ended: of that run by then.
         notes: sentences a person should read.
     """
 
     step: int | None
+    waits: bool = False
     run_id: int = 0
     epochs_ended: int = 0
     notes: tuple[str, ...] = ()
+
+
+def gone(names: Iterable[str], *, has_snapshot: bool) -> str:
+    """Return what is said where models are used that went with their engines.
+
+    Args:
+        names: of the models; none: nobody knows them.
+        has_snapshot: whether building them again loads a snapshot.
+    """
+    which = ", ".join(f"`{name}`" for name in names)
+    they = f"{which} is" if which.count("`") == 2 else f"{which or 'the models'} are"
+    then = ", which loads the snapshot, then %%fsdp_train --resume" if has_snapshot else ""
+    build = "it" if they.endswith(" is") else "them"
+    return f"{they} gone since %fsdp_restart; build {build} again in %%fsdp_model{then}"

@@ -155,7 +155,9 @@ def describe(error: BaseException) -> Failure:
         return Failure(
             kind="usage", exception_type=type(error).__name__, message=encodable(message)
         )
-    notes = (*members_of(error), *getattr(error, "__notes__", ()), *_hints(message))
+    because = "" if error.__cause__ is None else message_of(error.__cause__)
+    hints = _hints(f"{message}\n{because}")
+    notes = (*members_of(error), *getattr(error, "__notes__", ()), *hints)
     return Failure(
         kind="out_of_memory" if is_out_of_memory(error) else "raised",
         memory=out_of_memory.described(error),

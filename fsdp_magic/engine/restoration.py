@@ -10,37 +10,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.recovery import RestoreReport
 from fsdp_magic.engine import randomness
+from fsdp_magic.engine.awaited import Awaited, put_back_optimizer, put_back_schedulers
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.snapshot_content import Content, Subjects, Unpacker
+from fsdp_magic.engine.snapshot_content import Content, Subjects, kind_of
+from fsdp_magic.engine.snapshot_unpacking import Unpacker
 from fsdp_magic.engine.snapshots import Keeper, Snapshots
 from fsdp_magic.engine.world import World
-
-
-@dataclass(slots=True, kw_only=True)
-class _Waiting:
-    """A snapshot of a lost engine, of which not everything found its place yet.
-
-    Attributes:
-        number: of the snapshot.
-        models: names of those that were put back.
-        optimizers, schedulers: which were put back.
-    """
-
-    number: int
-    models: set[str] = field(default_factory=set)
-    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    schedulers: weakref.WeakSet[LRScheduler] = field(default_factory=weakref.WeakSet)
 
 
 class Restoration:
@@ -56,7 +39,7 @@ class Restoration:
         self._snapshots = snapshots
         self._world = world
         self._keeper = keeper
-        self._waiting: _Waiting | None = None
+        self._waiting: Awaited | None = None
 
     def forget(self) -> None:
         """Wait for nothing any more: another model is built."""
@@ -90,30 +73,45 @@ class Restoration:
     def restore_models(self, names: Container[str]) -> RestoreReport:
         """Put what a lost engine had into models that were built anew, and wait for the rest.
 
+        A model that is built once more is meant to begin at step 0: the snapshot is forgotten.
+
         Collective: every rank must call this.
 
         Args:
             names: of the models that were built.
         """
         if not self._snapshots.agree():
+            self.forget()
             return RestoreReport(step=None)
+        if self._waiting is None or self._waiting.number != self._snapshots.newest:
+            self._waiting = Awaited(number=self._snapshots.newest)
+        report = self._restore_models(names, self._waiting)
+        if report.step is None and not report.waits:
+            self.forget()
+            self._snapshots.forget()
+        return report
+
+    def _restore_models(self, names: Container[str], waiting: Awaited) -> RestoreReport:
         assert self._snapshots.file is not None
         with self._snapshots.file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
             built = {n: m for n, m in self._snapshots.subjects().models.items() if n in names}
             differing = self._first_of_all(_differences_of_built(unpacker, content, built))
             if differing:
+                for name in built:
+                    waiting.models.pop(name, None)
                 note = f"the snapshot of step {content.step:,} was not loaded: {differing}"
+                return RestoreReport(step=None, waits=True, notes=(note,))
+            if waiting.models.keys() & built.keys():
+                note = f"the next step is 0; the snapshot of step {content.step:,} is forgotten"
                 return RestoreReport(step=None, notes=(note,))
-            if self._waiting is None or self._waiting.number != self._snapshots.newest:
-                self._waiting = _Waiting(number=self._snapshots.newest)
             for name, module in built.items():
                 unpacker.module(module, content.models[name])
-                self._waiting.models.add(name)
-            self._put_back_rest(unpacker, content, self._waiting)
+                waiting.models[name] = weakref.ref(module)
+            self._put_back_rest(unpacker, content, waiting)
             self._count_from(unpacker, content)
             self._keeper.position.expect(content.places)
-        return _report(content, notes=_sequential(content))
+        return _report(content, notes=(*_sequential(content), *waiting.tell()))
 
     def complete(self) -> list[str]:
         """Put back what was not there when the models were built; a run begins.
@@ -121,22 +119,26 @@ class Restoration:
         Returns:
             Sentences about what did not find its place.
         """
-        waiting, file = self._waiting, self._snapshots.file
+        waiting, file, subjects = self._waiting, self._snapshots.file, self._snapshots.subjects()
+        self._waiting = None
         if waiting is None or file is None or waiting.number != self._snapshots.newest:
-            self._waiting = None
+            return []
+        there = waiting.there(subjects)
+        if not there:  # what was built since is unlike it
             return []
         with file.reading() as (content, reader):
             unpacker = Unpacker(reader, self._world.device)
             self._put_back_rest(unpacker, content, waiting)
             self._keeper.randomness.outside = unpacker.unpack(content.process)
-        self._waiting = None
-        subjects = self._snapshots.subjects()
-        missing = [n for n in content.models if n not in waiting.models]
-        put_back = {n for n, each in subjects.optimizers.items() if each in waiting.optimizers}
+        missing = [n for n in content.models if subjects.models.get(n) not in there]
+        told = {*waiting.optimizers, *waiting.unlike}
+        put_back = {n for n, each in subjects.optimizers.items() if each in told}
         missing += [name for name in content.optimizers if name not in put_back]
-        if not missing:
-            return []
-        return [f"not put back from the snapshot: {', '.join(missing)}; made anew or unlike it"]
+        notes = list(waiting.tell())
+        if missing:
+            which = ", ".join(missing)
+            notes.append(f"not put back from the snapshot: {which}; made anew or unlike it")
+        return notes
 
     def _put_back(self, unpacker: Unpacker, content: Content, subjects: Subjects) -> None:
         """Put everything back into the objects that are there."""
@@ -149,46 +151,28 @@ class Restoration:
             unpacker.optimizer(subjects.optimizers[name], optimizer)
         for name, state in content.schedulers.items():
             if name in subjects.schedulers:
-                subjects.schedulers[name].load_state_dict(unpacker.unpack(state))
+                subjects.schedulers[name].load_state_dict(unpacker.unpack(state.state))
 
     def _count_from(self, unpacker: Unpacker, content: Content) -> None:
         """Have the next run go on from there."""
         self._keeper.steps, self._keeper.epoch = content.step, content.epoch
         self._keeper.randomness.state = unpacker.unpack(content.training)
 
-    def _put_back_rest(self, unpacker: Unpacker, content: Content, waiting: _Waiting) -> None:
+    def _put_back_rest(self, unpacker: Unpacker, content: Content, waiting: Awaited) -> None:
         """Put back what stands beside the models and belongs to those that were put back."""
         subjects = self._snapshots.subjects()
         for name, module in subjects.modules.items():
             if name in content.modules:
                 unpacker.module(module, content.modules[name])
-        models = [m for n, m in subjects.models.items() if n in waiting.models]
-        trained = {id(p) for model in models for p in model.parameters()}
+        trained = {id(p) for model in waiting.there(subjects) for p in model.parameters()}
         for name, optimizer in subjects.optimizers.items():
             kept = content.optimizers.get(name)
-            if kept is None or optimizer in waiting.optimizers:
+            if kept is None or optimizer in waiting.optimizers or optimizer in waiting.unlike:
                 continue
             shards = {id(p) for p in parameters_of(optimizer) if isinstance(p, DTensor)}
             if shards <= trained and unpacker.is_like(optimizer, kept):
-                unpacker.optimizer(optimizer, kept)
-                waiting.optimizers.add(optimizer)
-        self._put_back_schedulers(unpacker, content, subjects)
-
-    def _put_back_schedulers(
-        self, unpacker: Unpacker, content: Content, subjects: Subjects
-    ) -> None:
-        """Put schedulers back whose optimizers were, and the learning rates that making one set."""
-        assert self._waiting is not None
-        waiting = self._waiting
-        for name, scheduler in subjects.schedulers.items():
-            optimizer = getattr(scheduler, "optimizer", None)
-            if name not in content.schedulers or scheduler in waiting.schedulers:
-                continue
-            for own, each in subjects.optimizers.items():
-                if each is optimizer and each in waiting.optimizers:
-                    scheduler.load_state_dict(unpacker.unpack(content.schedulers[name]))
-                    unpacker.groups(each, content.optimizers[own])
-                    waiting.schedulers.add(scheduler)
+                put_back_optimizer(unpacker, name, optimizer, kept, waiting)
+        put_back_schedulers(unpacker, content, subjects, waiting)
 
     def _first_of_all(self, differences: list[str]) -> str:
         """Return the first difference that any rank found; nothing: there is none anywhere.
@@ -231,7 +215,9 @@ def _differences(unpacker: Unpacker, content: Content, subjects: Subjects) -> li
     return differences + [
         f"{name} is another one now"
         for name, kept in content.optimizers.items()
-        if name not in optimizers or not unpacker.is_like(optimizers[name], kept)
+        if name not in optimizers
+        or kind_of(optimizers[name]) != kept.kind
+        or not unpacker.is_like(optimizers[name], kept)
     ]
 
 

@@ -1,4 +1,4 @@
-"""ENGINE: what a snapshot holds of this rank, and putting it back.
+"""ENGINE: what a snapshot holds of this rank; ``snapshot_unpacking.py`` puts it back.
 
 What training changes is found by name: sharded models and other modules (parameters, buffers,
 modes), optimizers (state, groups, and parameters that no module has), schedulers. So a snapshot
@@ -7,7 +7,7 @@ can be put back into the same objects, and into those that the same cells build 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from fsdp_magic.engine import modeling
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.position import Place
 from fsdp_magic.engine.reachable import reachable
-from fsdp_magic.engine.snapshot_files import SnapshotReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +51,32 @@ class ModuleContent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerContent:
-    """An optimizer: its groups without parameters, its state and its own parameters by place."""
+    """An optimizer: its groups without parameters, its state and its own parameters by place.
 
+    Attributes:
+        kind: its class.
+        defaults: the hyperparameters that it was made with.
+        sizes: how many parameters each group holds.
+        shapes: of all its parameters.
+        groups: hyperparameters of each.
+        state, own: by place among the parameters.
+    """
+
+    kind: str
+    defaults: dict[str, Any]
     sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     groups: list[dict[str, Any]]
     state: dict[int, Any]
     own: dict[int, Slot]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerContent:
+    """A scheduler: its class, and its state."""
+
+    kind: str
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +103,7 @@ class Content:
     models: dict[str, ModuleContent] = field(default_factory=dict)
     modules: dict[str, ModuleContent] = field(default_factory=dict)
     optimizers: dict[str, OptimizerContent] = field(default_factory=dict)
-    schedulers: dict[str, Any] = field(default_factory=dict)
+    schedulers: dict[str, SchedulerContent] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +176,19 @@ class Packer:
         }
         own = {i: self._slot(p) for i, p in enumerate(parameters) if self._is_new(p)}
         sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-        return OptimizerContent(sizes=sizes, groups=groups, state=state, own=own)
+        return OptimizerContent(
+            kind=kind_of(optimizer),
+            defaults=self.pack(dict(optimizer.defaults)),
+            sizes=sizes,
+            shapes=tuple(tuple(parameter.shape) for parameter in parameters),
+            groups=groups,
+            state=state,
+            own=own,
+        )
+
+    def scheduler(self, scheduler: LRScheduler) -> SchedulerContent:
+        """Return a scheduler's content."""
+        return SchedulerContent(kind=kind_of(scheduler), state=self.pack(scheduler.state_dict()))
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         new = id(tensor) not in self._packed
@@ -175,120 +206,6 @@ class Packer:
         )
 
 
-class Unpacker:
-    """Puts things together again.
-
-    Args:
-        reader: of the file they are in.
-        device: where tensors go that were not on the CPU.
-    """
-
-    def __init__(self, reader: SnapshotReader, device: torch.device) -> None:
-        self._reader = reader
-        self._device = device
-
-    def difference(self, name: str, module: nn.Module, content: ModuleContent) -> str:
-        """Return in what a module is unlike the one that was kept; nothing: in nothing."""
-        present = dict(module.named_parameters())
-        missing = [n for n in content.parameters if n not in present]
-        more = [n for n in present if n not in content.parameters]
-        if missing or more:
-            which = f"has no {missing[0]}" if missing else f"has {more[0]}, which that one has not"
-            return f"{name} {which}"
-        for parameter, slot in content.parameters.items():
-            tensor, entry = present[parameter], self._reader.entries[slot.index]
-            shape = tuple(slot.shape or entry.shape)
-            if tuple(tensor.shape) != shape or tensor.dtype != entry.dtype:
-                return (
-                    f"{name}.{parameter} is {_described(tensor.shape, tensor.dtype)}, and "
-                    f"{_described(shape, entry.dtype)} there"
-                )
-            if tuple(_local(tensor).shape) != entry.shape:
-                return f"{name}.{parameter} was spread over the ranks in another way"
-        return ""
-
-    def unpack(self, value: Any, *, like: torch.Tensor | None = None) -> Any:
-        """Return what was packed; what was sharded is sharded as ``like`` is."""
-        if isinstance(value, Slot):
-            return self._made(value, like)
-        if type(value) is dict:
-            return {key: self.unpack(item, like=like) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.unpack(item, like=like) for item in value)
-        return value
-
-    @torch.no_grad()
-    def module(self, module: nn.Module, content: ModuleContent) -> None:
-        """Put a module back; what it has no more is left out."""
-        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        for name, slot in content.parameters.items():
-            if name in parameters and self._fits(parameters[name], slot):
-                self._into(parameters[name], slot)
-                parameters[name].grad = None
-        for name, slot in content.buffers.items():
-            if name in buffers and self._fits(buffers[name], slot):
-                self._into(buffers[name], slot)
-            else:
-                path, _, own = name.rpartition(".")
-                module.get_submodule(path)._buffers[own] = self._made(slot, None)
-        for name, part in module.named_modules():
-            part.training = content.modes.get(name, part.training)
-
-    @torch.no_grad()
-    def optimizer(self, optimizer: Optimizer, content: OptimizerContent) -> None:
-        """Put an optimizer back, of which ``is_like`` holds."""
-        parameters = parameters_of(optimizer)
-        self.groups(optimizer, content)
-        optimizer.state.clear()
-        for index, state in content.state.items():
-            optimizer.state[parameters[index]] = self.unpack(state, like=parameters[index])
-        for index, slot in content.own.items():
-            self._into(parameters[index], slot)
-            parameters[index].grad = None
-
-    @torch.no_grad()
-    def groups(self, optimizer: Optimizer, content: OptimizerContent) -> None:
-        """Put the hyperparameters back; a learning rate held in a tensor stays that tensor."""
-        for group, kept in zip(optimizer.param_groups, content.groups, strict=True):
-            for name, value in kept.items():
-                if isinstance(value, Slot) and isinstance(group.get(name), torch.Tensor):
-                    self._into(group[name], value)
-                else:
-                    group[name] = self.unpack(value)
-
-    def is_like(self, optimizer: Optimizer, content: OptimizerContent) -> bool:
-        """Return whether an optimizer holds parameters as the one that was kept."""
-        if tuple(len(group["params"]) for group in optimizer.param_groups) != content.sizes:
-            return False
-        parameters = parameters_of(optimizer)
-        return all(self._fits(parameters[i], slot) for i, slot in content.own.items())
-
-    def _fits(self, tensor: torch.Tensor, slot: Slot) -> bool:
-        entry = self._reader.entries[slot.index]
-        return tuple(_local(tensor).shape) == entry.shape and tensor.dtype == entry.dtype
-
-    def _into(self, tensor: torch.Tensor, slot: Slot) -> None:
-        _local(tensor).copy_(self._reader.tensor(slot.index))
-
-    def _made(self, slot: Slot, like: torch.Tensor | None) -> torch.Tensor:
-        tensor = self._reader.tensor(slot.index)
-        if not slot.on_host:
-            tensor = tensor.to(self._device)
-        if slot.shape is None or not isinstance(like, DTensor):
-            return tensor
-        return DTensor.from_local(
-            tensor,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=slot.shape,
-            stride=slot.stride,
-        )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _described(shape: Iterable[int], dtype: torch.dtype) -> str:
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+def kind_of(value: object) -> str:
+    """Return the class of an optimizer or a scheduler, as another engine can compare it."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from typing import Any
 import psutil
 import torch
 
-_MAGIC = b"fsdpsnap"
-_HEADER = struct.Struct("<8sQQQ")
+from fsdp_magic.core.snapshot_header import HEADER_BYTES, SnapshotHeader
+
 _INDEX_AT, _BOUNDARY, _BLOCK_BYTES = 64, 64, 512
 
 
@@ -48,20 +47,23 @@ class SnapshotFile:
     def number(self) -> int:
         """The number of the snapshot in it; 0: there is none that is whole."""
         with self._opened() as file:
-            return _header(file)[0]
+            return _header(file).number
 
     def forget(self) -> None:
         """Drop what is in it, and give its memory back."""
         with self._opened() as file:
             os.ftruncate(file, 0)
 
-    def write(self, number: int, content: Any, tensors: Sequence[torch.Tensor]) -> int:
+    def write(
+        self, number: int, content: Any, tensors: Sequence[torch.Tensor], *, step: int = 0
+    ) -> int:
         """Write a snapshot in place of the one that is there; one tensor at a time.
 
         Args:
             number: of the snapshot, from 1.
             content: anything that can be pickled.
             tensors: what it leads to.
+            step: steps of training that it holds.
 
         Returns:
             Its size in bytes.
@@ -80,16 +82,19 @@ class SnapshotFile:
             _write(file, memoryview(index), _INDEX_AT)
             for tensor, entry in zip(tensors, entries, strict=True):
                 _write(file, _bytes_of(tensor.detach().cpu().contiguous()), first + entry.offset)
-            _write(file, memoryview(_HEADER.pack(_MAGIC, number, len(index), first)), 0)
+            header = SnapshotHeader(
+                number=number, step=step, index_bytes=len(index), tensors_at=first
+            )
+            _write(file, memoryview(header.pack()), 0)
         return total
 
     @contextmanager
     def reading(self) -> Iterator[tuple[Any, SnapshotReader]]:
         """Read the snapshot inside: its content, and what reads its tensors."""
         with self._opened() as file:
-            _, length, first = _header(file)
-            content, entries = pickle.loads(os.pread(file, length, _INDEX_AT))
-            yield content, SnapshotReader(file, entries, first)
+            header = _header(file)
+            content, entries = pickle.loads(os.pread(file, header.index_bytes, _INDEX_AT))
+            yield content, SnapshotReader(file, entries, header.tensors_at)
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -125,13 +130,8 @@ class SnapshotReader:
         return tensor
 
 
-def _header(file: int) -> tuple[int, int, int]:
-    """Return number, length of the index, and where tensors begin."""
-    raw = os.pread(file, _HEADER.size, 0)
-    if len(raw) < _HEADER.size:
-        return 0, 0, 0
-    magic, number, length, first = _HEADER.unpack(raw)
-    return (number, length, first) if magic == _MAGIC else (0, 0, 0)
+def _header(file: int) -> SnapshotHeader:
+    return SnapshotHeader.unpack(os.pread(file, HEADER_BYTES, 0))
 
 
 def _entries(tensors: Sequence[torch.Tensor]) -> list[TensorEntry]:

@@ -66,6 +66,11 @@ class Snapshots:
         return self._newest or 0
 
     @property
+    def is_there(self) -> bool:
+        """Whether this rank has any, whatever the others have."""
+        return any(file.number for file in self._files)
+
+    @property
     def mark(self) -> Mark | None:
         """Where the data was at the newest; None: it is not of the position that there is now."""
         mark = self._marks.get(self.newest)
@@ -84,7 +89,7 @@ class Snapshots:
         self.agree()  # also if this rank knows it: a peer may be a new engine
 
     def forget(self) -> None:
-        """Drop every snapshot: another model is built."""
+        """Drop every snapshot, and give their memory back: another model is built."""
         for file in self._files:
             file.forget()
         self._newest, self.file = 0, None
@@ -107,7 +112,8 @@ class Snapshots:
         size, reason = 0, ""
         try:
             packer = Packer()
-            size = file.write(number, content(packer), packer.tensors)
+            made = content(packer)
+            size = file.write(number, made, packer.tensors, step=made.step)
         except Exception as error:  # no memory, or a person's object that cannot be pickled
             reason = str(error) or type(error).__name__
         flag = Flag.NO_SNAPSHOT if reason else Flag.NONE
@@ -130,7 +136,7 @@ class Snapshots:
             "models": {n: packer.module(each) for n, each in subjects.models.items()},
             "modules": {n: packer.module(each) for n, each in subjects.modules.items()},
             "optimizers": {n: packer.optimizer(each) for n, each in subjects.optimizers.items()},
-            "schedulers": {n: packer.pack(s.state_dict()) for n, s in subjects.schedulers.items()},
+            "schedulers": {n: packer.scheduler(each) for n, each in subjects.schedulers.items()},
         }
 
     def agree(self) -> int:

@@ -47,7 +47,7 @@ class State:
         self.namespace: dict[str, Any] = shell.user_ns
         self.names = Names(self.namespace)
         self.models: dict[str, ShardedModel] = {}
-        self.lost_models = LostModels(self.namespace)
+        self.lost_models = LostModels(self.namespace, has_snapshot=self._has_snapshot)
         self.position = Position()
         self.steps = 0
         self.epoch = 0
@@ -89,6 +89,10 @@ class State:
         assert self._restoration is not None
         return self._restoration
 
+    def _has_snapshot(self) -> bool:
+        """Return whether a model that is built again may get one."""
+        return self._snapshots is not None and self._snapshots.is_there
+
     def names_of_cells(self) -> dict[str, Any]:
         """Return the names that every cell finds."""
         return {**self.world.names(), "fsdp": self.handle}
@@ -110,6 +114,7 @@ class State:
         self._handle = FsdpInCells(world.rank, world.world_size)
         self._snapshots = Snapshots(world, self)
         self._restoration = Restoration(self._snapshots, world, self)
+        self.lost_models.hear(world.request.lost_models)
 
     def meet_fresh_ranks(self, replaced: tuple[int, ...]) -> None:
         """Come to the same state as ranks with fresh engines, or with the others as one of them.
@@ -118,7 +123,8 @@ class State:
 
         Collective: every rank must call this.
         """
-        self.lost_models.lose(self.living_models(), replaced)
+        self.restoration.forget()
+        self.lost_models.lose(self.living_models())
         self.models.clear()
         self.steps, self.epoch, self.position = 0, 0, Position()
         source = next(r for r in range(self.world.world_size) if r not in replaced)

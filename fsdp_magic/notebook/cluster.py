@@ -245,6 +245,8 @@ class Cluster:
         self._events, self.lost = events, None
         for engine_id, (verb, request) in asked.items():
             order = self._orders.get(engine_id)
+            if order is not None:
+                self._processes.engines[order].begin_cell()
             if order is None or (self._client.waits and not self.controller_death):
                 road = ControllerRoad(self.client, self._processes.loop)
                 road.send(engine_id, verb, request, events)

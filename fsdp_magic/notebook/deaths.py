@@ -162,12 +162,13 @@ def _crash(lines: Sequence[str]) -> Iterator[str]:
     yield from itertools.islice(frames if current else of_cells, _CRASH_LINES)
 
 
-def died(deaths: Mapping[int, Death], *, world_size: int) -> EngineDiedError:
+def died(deaths: Mapping[int, Death], *, world_size: int, cost: str = "") -> EngineDiedError:
     """Return the error that tells of the death of engines.
 
     Args:
         deaths: by rank.
         world_size: number of ranks.
+        cost: what is lost with them, in a line; nothing: nothing.
     """
     host = socket.gethostname()
     first = min(deaths)
@@ -178,7 +179,7 @@ def died(deaths: Mapping[int, Death], *, world_size: int) -> EngineDiedError:
         f"{ranks_named(tuple(on))} on {host} ended ({how})" for how, on in ways.items()
     )
     then = fate(len(deaths), of=world_size)
-    lines = [f"{what}; type %fsdp_restart, which {then}"]
+    lines = [f"{what}; type %fsdp_restart, which {then}", *filter(None, [cost])]
     for rank, death in sorted(deaths.items()):
         if death.log:
             lines += [f"the last lines of the log of rank {rank}:", *death.log]

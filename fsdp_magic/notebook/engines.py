@@ -42,11 +42,13 @@ class Engines(Ranks):
         server: ForkServer | None,
         interruptions: Interruptions,
         snapshots: SnapshotFiles,
+        *,
+        cost: Callable[[], str] = str,
     ) -> None:
         self._told: Death | None = None
         self._displays = DisplayNames()
         self._asking = threading.Lock()
-        super().__init__(plan, server, interruptions, snapshots)
+        super().__init__(plan, server, interruptions, snapshots, cost=cost)
 
     def ask(
         self,
@@ -178,7 +180,8 @@ class Engines(Ranks):
         self._stuck = self._engines_of(outcome.stuck)
         self._check_dead()
         if outcome.stuck:
-            told = "" if outcome.waited is None else "\n" + waiting.text(outcome.waited)
+            told = "".join(f"\n{line}" for line in filter(None, [self._cost()]))
+            told += "" if outcome.waited is None else "\n" + waiting.text(outcome.waited)
             self.broken = FsdpError(
                 f"{ranks_named(outcome.stuck)} did not come out of the cell within 5 s; "
                 f"type %fsdp_restart, which {fate(len(outcome.stuck), of=len(self._ranks))}{told}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.protocol import EvalRequest
-from fsdp_magic.core.recovery import RestoreReport
+from fsdp_magic.core.recovery import RestoreReport, gone
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.notebook.run import Run
 
@@ -20,6 +21,7 @@ class History:
         last_frame: the last panel of the present engines, as HTML and as text.
         snapshots_wait: whether engines that are gone left a snapshot, which the models that are
             built next get.
+        lost_models: names of models that went with engines, until they are built again.
     """
 
     def __init__(self) -> None:
@@ -31,8 +33,12 @@ class History:
         self._newest_epochs = 1
         self._asked = TrainSpec()
         self._lost: Run | None = None
-        self._has_snapshots = self._taken_up = False
+        self._snapshots_of: Run | None = None
+        self._snapshots_before: Run | None = None
+        self._taken_up = self._ran_since = False
         self.snapshots_wait = False
+        self._models: tuple[str, ...] = ()
+        self.lost_models: tuple[str, ...] = ()
 
     def begin(self, *, world_size: int, accumulate: int) -> Run:
         """Return a new run."""
@@ -41,24 +47,54 @@ class History:
         self.runs.append(run)
         return run
 
+    def begin_snapshots(self, run: Run) -> None:
+        """Note that a run makes snapshots, once it has begun."""
+        self._snapshots_before, self._snapshots_of = self._snapshots_of, run
+
     def end(self, run: Run, spec: TrainSpec) -> None:
         """Remember a run that is over, however it ended; a trial left nothing to take up."""
         self.last_frame = run.last_frame or self.last_frame
-        self._has_snapshots = self._has_snapshots or spec.snapshot_every is not None
+        self._ran_since = self._ran_since or run.began
+        if self._snapshots_of is run and not run.began:
+            self._snapshots_of = self._snapshots_before
         if run.began and (self._taken_up or spec.snapshot_every is not None):
             # what has not found its place by now is not waited for
             self.snapshots_wait = self._taken_up = False
         if run.began and not spec.trial:
             self._newest, self._newest_epochs = run, spec.epochs or 1
-            if not spec.resume:  # one that finishes another has the length of that one
-                self._asked = spec
+            # one that finishes another has the length of that one
+            self._asked = (
+                replace(self._asked, snapshot_every=spec.snapshot_every) if spec.resume else spec
+            )
 
     def start_anew(self) -> None:
         """Forget what could be resumed: a new model starts at step 0."""
-        self._newest = self._lost = None
-        self._has_snapshots = self._taken_up = self.snapshots_wait = False
+        self._newest = None
+        self.forget_snapshots()
 
-    def take_up(self) -> None:
+    def forget_snapshots(self) -> None:
+        """Note that there are none any more."""
+        self._lost = self._snapshots_of = None
+        self._taken_up = self.snapshots_wait = False
+
+    def built(self, names: Iterable[str], restored: RestoreReport | None) -> None:
+        """Note that models were built.
+
+        Args:
+            names: of the models.
+            restored: what they got of a snapshot; None: none was there to get.
+        """
+        names = tuple(names)
+        self._models = tuple(dict.fromkeys((*self._models, *names)))
+        self.lost_models = tuple(name for name in self.lost_models if name not in names)
+        if restored is not None and restored.step is not None:
+            self._take_up()
+        elif restored is not None and restored.waits:
+            self._newest, self._taken_up = None, False
+        else:
+            self.start_anew()
+
+    def _take_up(self) -> None:
         """Remember the run of the engines that are gone: its snapshot was put into new models."""
         self._newest, self._taken_up = self._lost, True
 
@@ -72,10 +108,31 @@ class History:
             "builds the model gets it"
         )
 
-    def leave_engines(self) -> None:
-        """Forget what was on engines that are gone; the runs stay, and snapshots wait."""
+    @property
+    def may_lose(self) -> tuple[str, ...]:
+        """Names of the models that are there, which the end of an engine costs."""
+        return self._models
+
+    @property
+    def outlives_engines(self) -> bool:
+        """Whether a snapshot is worth keeping when engines are lost: its run has not ended."""
+        return self._snapshots_of is not None and self._snapshots_of.state != "done"
+
+    def leave_engines(self, *, lost: bool) -> None:
+        """Forget what was on engines that are gone; the runs stay.
+
+        Args:
+            lost: whether something had happened to engines; then a snapshot waits of a run that
+                had not ended. One that waits already goes on waiting if nothing ran since.
+        """
         self._lost = self._newest or self._lost
-        self.snapshots_wait, self._taken_up = self._has_snapshots, False
+        waits_on = self.snapshots_wait and not self._ran_since
+        self.snapshots_wait = (lost or waits_on) and self.outlives_engines
+        self._taken_up = self._ran_since = False
+        if not self.snapshots_wait:
+            self.forget_snapshots()
+        self.lost_models = tuple(dict.fromkeys((*self.lost_models, *self._models)))
+        self._models = ()
         self._newest = self.evaluation = self.last_frame = None
 
     def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:
@@ -110,23 +167,44 @@ class History:
         if not spec.resume:
             return spec, None
         run = self._newest
+        if run is None and self.lost_models:
+            raise self._gone()
         ended_early = run is not None and (back_at or run.state in ("stopped", "failed"))
         if run is None or not ended_early:
             why = "the last one took all its steps" if run else "none has begun with this model"
             raise _nothing_to_resume(why)
+        if spec.snapshot_every is None:
+            spec = replace(spec, snapshot_every=self._asked.snapshot_every)
         if run.total_steps is None:  # data of unknown length: its epochs are counted instead
             ended = run.epochs_ended
             if back_at is not None and back_at.run_id == run.run_id:
                 ended = back_at.epochs_ended
             epochs = max(1, self._newest_epochs - ended)
             return replace(spec, steps=None, epochs=epochs if spec.data else None), None
-        left = run.total_steps - run.steps
-        if back_at is not None and back_at.step is not None:
-            left = run.first_step + run.total_steps - back_at.step
+        left = self.steps_left(back_at) or 0
         if left < 1:
             raise _nothing_to_resume("the last one took all its steps")
         self._refuse_another_length(spec, left)
         return spec, left
+
+    def steps_left(self, back_at: RestoreReport | None) -> int | None:
+        """Return how many steps the newest run has left; None: nobody knows, or none began.
+
+        Args:
+            back_at: the snapshot that the ranks are back at; None: at none.
+        """
+        run = self._newest
+        if run is None or run.total_steps is None:
+            return None
+        if back_at is not None and back_at.step is not None:
+            return run.first_step + run.total_steps - back_at.step
+        return run.total_steps - run.steps
+
+    def _gone(self) -> UsageError:
+        line = gone(self.lost_models, has_snapshot=self.snapshots_wait)
+        if not self.snapshots_wait:
+            line += ", and leave --resume out: there is no snapshot"
+        return UsageError(line)
 
     def _refuse_another_length(self, spec: TrainSpec, left: int) -> None:
         """Raise if a length is given that is not that of the run that is to be finished."""

@@ -39,6 +39,8 @@ class _Forked:
     fork_server: ForkServer | None = None
     channel: socket.socket | None = None
     _forked: ForkedProcess | None = None
+    _unrelated: int = 0
+    """Bytes of its log that were written before its last cell."""
 
     def start(self: Any) -> None:
         """Make the process."""
@@ -120,12 +122,17 @@ class _Forked:
         with suppress(RuntimeError):  # the loop was closed: nobody wants to know
             self.loop.add_callback(self.notify_stop, data)
 
+    def begin_cell(self: Any) -> None:
+        """Leave out from now on what was written so far: it says nothing of an end to come."""
+        with suppress(FileNotFoundError):
+            self._unrelated = os.stat(self.output_file).st_size
+
     def get_output(self: Any, remove: bool = False) -> str:
-        """Return the end of what the process has written, whatever bytes those are."""
+        """Return the end of what the process has written in its last cell, whatever bytes."""
         path = Path(self.output_file)
         if self._output is None:
             with suppress(FileNotFoundError), open(path, "rb") as file:
-                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+                file.seek(max(self._unrelated, path.stat().st_size - _LOG_BYTES))
                 self._output = file.read().decode(errors="replace")
         if remove:
             path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import weakref
+from dataclasses import replace
 from typing import Any, Self
 
 from fsdp_magic.core.errors import CellInterrupted, FsdpError, UsageError
@@ -16,11 +17,6 @@ from fsdp_magic.notebook.history import History
 from fsdp_magic.notebook.live import Interruptions
 from fsdp_magic.notebook.snapshot_files import SnapshotFiles
 from fsdp_magic.notebook.world import plan_world
-
-_SNAPSHOT_WAITS = (
-    "a %%fsdp_model cell that builds the model again loads the newest snapshot, and %%fsdp_train "
-    "--resume goes on from there"
-)
 
 
 class Lifetime:
@@ -60,14 +56,62 @@ class Lifetime:
         """
         kernel_directory()  # what cannot be started must not cost the engines that run
         with self._interruptions:
+            engines = self._engines
+            lost = engines is not None and (engines.broken is not None or bool(engines.lost))
             if not self._replace_lost():
                 self._stop_engines()
-                self._history.leave_engines()
+                self._leave_engines(lost=lost)
                 self._start()
-        if self._history.snapshots_wait:
+        if (lost or self._history.snapshots_wait) and self._history.lost_models:
             done = self.restarted or "every rank has a fresh engine"
-            self.restarted = f"{done}; {_SNAPSHOT_WAITS}"
+            self.restarted = f"{done}; {self._what_to_build()}"
         return self
+
+    def _leave_engines(self, *, lost: bool) -> None:
+        """Forget what went with engines, and give the memory of their snapshots back.
+
+        Args:
+            lost: whether something had happened to them; then the snapshots of a run wait.
+        """
+        self._history.leave_engines(lost=lost)
+        if self._snapshots is not None and not self._history.snapshots_wait:
+            self._snapshots.forget()
+
+    def _what_to_build(self) -> str:
+        """Return what a person is told of models that went with engines."""
+        names = ", ".join(f"`{name}`" for name in self._history.lost_models)
+        step = self._snapshot_step
+        if step is None:
+            return f"build {names} again in %%fsdp_model"
+        return (
+            f"building {names} again in %%fsdp_model loads the snapshot of step {step:,}, and "
+            "%%fsdp_train --resume goes on from there"
+        )
+
+    @property
+    def _snapshot_step(self) -> int | None:
+        """The step of the snapshot that outlives the engines; None: there is none."""
+        if self._snapshots is None or not self._history.outlives_engines:
+            return None
+        return self._snapshots.newest_step
+
+    def _cost(self) -> str:
+        """Return what the end of an engine costs, and what to do about it; nothing: no model."""
+        lost = self._history.may_lose
+        names = ", ".join(f"`{name}`" for name in lost)
+        if not names:
+            return ""
+        they, it = ("is", "it") if len(lost) == 1 else ("are", "them")
+        step = self._snapshot_step
+        if step is None:
+            return (
+                f"{names} {they} lost: build {it} again after %fsdp_restart (%%fsdp_train "
+                "--snapshot-every N keeps what survives this)"
+            )
+        return (
+            f"{names} {they} lost, and the snapshot of step {step:,} is safe: %fsdp_restart, then "
+            f"the cells that build {it}, then %%fsdp_train --resume"
+        )
 
     def _replace_lost(self) -> bool:
         """Replace what is lost, a controller or engines, and return whether that was enough."""
@@ -101,7 +145,7 @@ class Lifetime:
         if not engines.lost:
             return False
         ranks = engines.replace()
-        self._history.leave_engines()
+        self._leave_engines(lost=True)
         kept = tuple(rank for rank in range(self.world_size) if rank not in ranks)
         have = "have fresh engines" if len(ranks) > 1 else "has a fresh engine"
         their = "their" if len(kept) > 1 else "its"
@@ -119,6 +163,7 @@ class Lifetime:
             if self._snapshots is not None:
                 self._snapshots.close()
                 self._snapshots = None
+                self._history.forget_snapshots()
             if self._server is not None:
                 self._server.stop()
                 self._server = None
@@ -146,7 +191,13 @@ class Lifetime:
             if self._server is None and self.plan.forked:
                 self._server = ForkServer(environment)
             self._snapshots = self._snapshots or SnapshotFiles(self.plan.n)
-            self._engines = Engines(self.plan, self._server, self._interruptions, self._snapshots)
+            self._engines = Engines(
+                replace(self.plan, lost_models=self._history.lost_models),
+                self._server,
+                self._interruptions,
+                self._snapshots,
+                cost=self._cost,
+            )
         except BaseException:
             self.shutdown()
             raise

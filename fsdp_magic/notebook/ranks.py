@@ -6,7 +6,7 @@ ranks, recovers the world after a failure, and remembers when it cannot be recov
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,7 @@ class Ranks:
         server: makes their processes; None: each is started by itself.
         interruptions: hold interrupts back while they start and stop.
         snapshots: the memory for theirs.
+        cost: -> what the end of an engine costs, for the person; nothing: nothing.
 
     Attributes:
         cluster: their processes.
@@ -50,6 +51,8 @@ class Ranks:
         server: ForkServer | None,
         interruptions: Interruptions,
         snapshots: SnapshotFiles,
+        *,
+        cost: Callable[[], str] = str,
     ) -> None:
         self._interruptions = interruptions
         self.cluster = Cluster(
@@ -59,6 +62,7 @@ class Ranks:
         self.weights = Weights()
         self._plan = plan
         self._snapshots = snapshots
+        self._cost = cost
         self._ranks: dict[int, int] = {}
         self._generation = 1
         self._stuck: tuple[int, ...] = ()
@@ -99,7 +103,7 @@ class Ranks:
         """Raise if an engine has ended; nothing can be asked any more then."""
         deaths = {self._ranks[engine_id]: d for engine_id, d in self.cluster.deaths.items()}
         if deaths:
-            self.broken = died(deaths, world_size=len(self._ranks))
+            self.broken = died(deaths, world_size=len(self._ranks), cost=self._cost())
             raise self.broken
 
     def _engines_of(self, ranks: Collection[int]) -> tuple[int, ...]:

@@ -112,19 +112,16 @@ class Session(Inspection):
         for placement in placements if show else ():
             display.show(mosaic.html(placement), mosaic.text(placement))
         show_results({rank: reply.report.result for rank, reply in replies.items()}, screen)
-        for note in (*report.notes, *restored_notes(report.restored)):
+        left = self._history.steps_left(report.restored)
+        for note in (*report.notes, *restored_notes(report.restored, steps_left=left)):
             screen.write("stdout", f"{note}\n")
         screen.flush()
         return placements[-1]
 
     def _note_built(self, report: ModelReport) -> None:
         """Note that models were built: anew, or with what lost engines had."""
-        restored = report.restored
-        self.engines.weights.built(restored)
-        if restored is None:
-            self._history.start_anew()
-        elif restored.step is not None:
-            self._history.take_up()
+        self.engines.weights.built(report.restored)
+        self._history.built((each.model for each in report.placements), report.restored)
 
     @takes_options(TrainSpec, without=("output",))
     def train(self, code: str, *, show: bool = True, name: str = "", **options: Any) -> Run:
@@ -158,6 +155,8 @@ class Session(Inspection):
         run = self._history.begin(world_size=self.world_size, accumulate=spec.accumulate)
         if self._history.snapshot_note:
             run.notes.append(self._history.snapshot_note)
+        if asked.snapshot_every is not None:
+            self._history.begin_snapshots(run)
         request = TrainRequest(
             code=code,
             name=name or self._name("fsdp_train"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 
+from fsdp_magic.core.snapshot_header import HEADER_BYTES, SnapshotHeader
+
 _EACH = 2
 """Written in turn, so that a whole snapshot is always there."""
 
@@ -37,8 +39,26 @@ class SnapshotFiles:
         """Memory that they take."""
         return sum(os.fstat(file).st_size for files in self._files for file in files)
 
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest snapshot that all ranks have; None: there is none."""
+        ranks = [
+            {header.number: header.step for header in map(_header, files)} for files in self._files
+        ]
+        numbers = set.intersection(*map(set, ranks)) - {0} if ranks else set()
+        return ranks[0][max(numbers)] if numbers else None
+
+    def forget(self) -> None:
+        """Drop every snapshot, and give their memory back; between cells only."""
+        for file in (file for each in self._files for file in each):
+            os.ftruncate(file, 0)
+
     def close(self) -> None:
         """Give the memory back; safe to call twice."""
         files, self._files = self._files, []
         for file in (file for each in files for file in each):
             os.close(file)
+
+
+def _header(file: int) -> SnapshotHeader:
+    return SnapshotHeader.unpack(os.pread(file, HEADER_BYTES, 0))

@@ -101,9 +101,21 @@ def _line_of(restored: RestoreReport) -> str:
     return f"{_TORN}; every rank is back at the snapshot of step {restored.step:,}."
 
 
-def restored_notes(restored: RestoreReport | None) -> tuple[str, ...]:
-    """Return what is said of a snapshot that was put into models that were built anew."""
+def restored_notes(restored: RestoreReport | None, *, steps_left: int | None) -> tuple[str, ...]:
+    """Return what is said of a snapshot that was put into models that were built anew.
+
+    Args:
+        restored: the snapshot; None: there was none.
+        steps_left: of the run that was under way; None: nobody knows.
+    """
     if restored is None or restored.step is None:
         return () if restored is None else restored.notes
     step = f"{restored.step:,}"
-    return (f"the snapshot of step {step} was loaded: the next step is {step}", *restored.notes)
+    resume = ""
+    if steps_left is not None and steps_left > 0:
+        resume = f", and %%fsdp_train --resume takes the other {steps_left:,}"
+    return (
+        f"the snapshot of step {step} was loaded: the next step is {step}{resume}; run the cell "
+        "again to start at 0 instead",
+        *restored.notes,
+    )

@@ -23,6 +23,7 @@ class WorldPlan:
         device: what they compute on.
         gpus: GPUs there are; several engines share one if there are fewer than ``n``.
         memory_limit_bytes, seed, defaults: as asked.
+        lost_models: names of the models that went with the engines before these.
     """
 
     n: int
@@ -31,6 +32,7 @@ class WorldPlan:
     memory_limit_bytes: int | None
     seed: int
     defaults: ModelSpec
+    lost_models: tuple[str, ...] = ()
 
     @property
     def shared(self) -> bool:
@@ -78,6 +80,7 @@ class WorldPlan:
             seed=self.seed,
             defaults=self.defaults,
             snapshots=snapshots,
+            lost_models=self.lost_models,
         )
 
 

@@ -66,7 +66,7 @@ class Stage:
             session.restart()
             prepare(session)
         session.runs.clear()
-        session._history.leave_engines()
+        session._history.leave_engines(lost=False)
         session.run(CLEAN, show=False)
         return session
 

@@ -116,7 +116,8 @@ def test_a_model_that_lost_shards_is_refused_until_it_is_built_again(session: Se
         results(session, f"kept = model; {LOSS}\nloss.backward(); 1 / rank; optimizer.step()")
     lose(session)
     session.restart()
-    line = "`model` lost the shards of rank 1; build it again in %%fsdp_model"
+    assert session.restarted.endswith("; build `model` again in %%fsdp_model")
+    line = "`model` is gone since %fsdp_restart; build it again in %%fsdp_model"
     for refused in (
         lambda: session.run("model.weight.sum()", show=False),
         lambda: session.train(LOSS, steps=3, show=False),

@@ -81,3 +81,19 @@ def test_no_file_is_left_open(file):
     with file.reading() as (_, reader):
         reader.tensor(0)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_kernel_knows_the_newest_step_that_all_ranks_have() -> None:
+    files = SnapshotFiles(2)
+    first, second = ([SnapshotFile(path) for path in files.paths(rank)] for rank in range(2))
+    assert files.newest_step is None
+    for number, step in ((1, 10), (2, 20)):
+        first[number - 1].write(number, "", [], step=step)
+    second[0].write(1, "", [], step=10)
+    assert files.newest_step == 10
+    second[1].write(2, "", [], step=20)
+    assert files.newest_step == 20
+    files.forget()
+    assert (files.newest_step, files.used_bytes) == (None, 0)
+    files.close()
+    assert files.newest_step is None

@@ -82,11 +82,12 @@ def test_updates_that_all_ranks_made_are_said_to_stay():
 
 
 def test_the_next_step_after_a_snapshot_is_named():
-    assert restored_notes(RestoreReport(step=40, notes=("more",))) == (
-        "the snapshot of step 40 was loaded: the next step is 40",
+    assert restored_notes(RestoreReport(step=40, notes=("more",)), steps_left=None) == (
+        "the snapshot of step 40 was loaded: the next step is 40; run the cell again to start at "
+        "0 instead",
         "more",
     )
-    assert restored_notes(None) == ()
+    assert restored_notes(None, steps_left=None) == ()
 
 
 def test_ranks_that_did_not_run_the_cell_report_an_earlier_one() -> None:
