@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,9 @@ def lose(session: Session, *, dead: str = "[1]", every: int | None = 3) -> str:
     """Train until engines die, replace them, and return what was told of the death."""
     with pytest.raises(EngineDiedError) as caught:
         session.train(LOSS + DIES.replace("DEAD", dead), steps=10, snapshot_every=every, show=False)
+    deadline = time.monotonic() + 2
+    while len(session.engines.lost) < len(dead.split(",")) and time.monotonic() < deadline:
+        time.sleep(0.01)  # two do not end in the same moment
     session.restart()
     return str(caught.value)
 
@@ -61,6 +65,11 @@ def test_a_death_tells_what_is_lost_and_a_training_cell_what_to_build(fresh, cap
             fresh.train(LOSS, resume=resume, show=False)
         assert str(caught.value) == GONE
     assert "step 6 was loaded" in build(fresh, capsys)
+
+    with pytest.raises(EngineDiedError, match="the snapshot of step 6 is safe"):
+        fresh.run("if rank == 1: os.kill(os.getpid(), 9)", show=False)
+    fresh.restart()
+    assert "step 6 was loaded" in build(fresh, capsys), "no run began since it was loaded"
 
     fresh.run("model", show=False)
     lose(fresh, dead="[0, 1]")
