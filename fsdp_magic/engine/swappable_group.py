@@ -14,6 +14,7 @@ On the way through, each collective is compared with what the other ranks issue
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ from fsdp_magic.engine.sockets import recorded_sockets, shut_down
 BACKEND = "fsdp_magic"
 """The name that the backend of these groups is registered under."""
 _LOOPBACK = "lo"
-_MEETING_SECONDS = 0.002
+_MEETING_SECONDS, _ENDING_SECONDS = 0.002, 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class SwappableGroup(NamedGroup):
         Collective: every rank of the group must call this.
         """
         self._generation = generation
-        self._cuda = None
+        self._let_go()
         path = self._meet()
         self.log = CollectiveLog(path, self._rank, self._size)
         with recorded_sockets() as self._sockets:
@@ -128,7 +129,8 @@ class SwappableGroup(NamedGroup):
     def lose(self, why: str) -> None:
         """Refuse every use from here on."""
         self.disconnect()
-        self._lost, self._cpu, self._cuda = why, None, None
+        self._lost = why
+        self._let_go()
 
     def disconnect(self) -> None:
         """Make every collective that waits in this group, here or on a peer, fail at once."""
@@ -137,6 +139,21 @@ class SwappableGroup(NamedGroup):
         self._sockets = {}
         if self._cuda is not None:
             self._cuda.abort()
+
+    def _let_go(self) -> None:
+        """Drop the inner groups.
+
+        In a thread of its own: gloo waits in its destructor for the collectives under way, and
+        once in some hundred interrupts one of them does not notice that its connection is gone.
+        That group then stays, without use; the rank must not wait for it.
+        """
+        held = [self._cpu, self._cuda]
+        self._cpu = self._cuda = None
+        if held == [None, None]:
+            return
+        ending = threading.Thread(target=held.clear, name="fsdp_magic transports", daemon=True)
+        ending.start()
+        ending.join(_ENDING_SECONDS)
 
     def _gloo(self, prefix: str) -> Any:
         store = PrefixStore(prefix, self._store)

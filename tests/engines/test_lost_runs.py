@@ -29,8 +29,7 @@ GONE = (
 def fresh(session: Session) -> Iterator[Session]:
     """A session whose engines may be lost."""
     yield session
-    if not session.alive:
-        session.restart()
+    session.restart()  # the names of a fresh engine were not looked at while they were fresh
     session.run(FRESH_NAMES, show=False)
 
 

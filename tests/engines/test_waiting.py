@@ -158,7 +158,7 @@ frozen = torch.nn.Linear(4, 1).requires_grad_(False)
     session.run(slow, show=False)
     with pytest.raises(CellFailedError) as caught:
         session.train("loss = model(batch).sum()", data="data", steps=8, timeout=0.6, show=False)
-    reads = "0 4: if rank == 0 and index > 8: time.sleep(30) computes"
+    reads = "0 computes 4: if rank == 0 and index > 8: time.sleep(30)"
     assert rows(str(caught.value))[2] == reads, "the person's own code, which the library calls"
     assert "waits for rank 0" in rows(str(caught.value))[3]
     assert "is at the start of a step" in rows(str(caught.value))[3]
