@@ -114,6 +114,7 @@ class Vote:
                 # one that voted and failed after it has gone on: this rank must do so too
                 ballot = self._page.ballot(peer, self._number)
                 if ballot.number == self._number:
+                    self.waiting = None
                     return ballot
                 raise ReleasedByPeerError
             if time.monotonic() < yielding_until:
