@@ -125,7 +125,12 @@ class Client:
             info = self._processes.loop.run(self._processes.controller.get_connection_info())
             connect = partial(_connected, info["client"], self._directory, living=living, dead=dead)
             self._client = connect()
-            while self._processes.has_new_controller and not _all_answer(self._client, living):
+            deadline = time.monotonic() + _CONNECT_SECONDS
+            while (
+                self._processes.has_new_controller
+                and not _all_answer(self._client, living)
+                and time.monotonic() < deadline  # an engine may be busy with something of its own
+            ):
                 self._client.close(linger=0)
                 self._client = connect()
         return self._client
