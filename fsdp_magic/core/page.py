@@ -11,7 +11,8 @@ overwrite a slot two votes later, when everybody has read it.
 
 Written in bytes from the start: word 0, the newest generation whose transports were given up;
 word 1, the run that should stop; word 2, how often the ranks were asked where they are; then
-64 bytes (one cache line) for each rank.
+64 bytes (one cache line) for each rank: its two vote slots, then the newest generation in which it
+sends nothing any more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from dataclasses import dataclass
 WORD_BYTES = 8
 HEADER_WORDS = 8
 RANK_WORDS = 8
+_QUIET_WORD = 2
+_IDLE = 1 << 62
+"""Beyond every generation: a rank that runs no cell sends nothing in any."""
 NUMBER_BITS, FLAG_BITS, COUNT_BITS = 16, 16, 32
 
 
@@ -96,6 +100,24 @@ class Page:
     def ask_where(self) -> None:
         """Ask the ranks that run a cell to say where they are."""
         self._words[2] += 1
+
+    def note_quiet(self, rank: int, generation: int) -> None:
+        """Note that a rank sends nothing any more over the transports of a generation."""
+        word = HEADER_WORDS + RANK_WORDS * rank + _QUIET_WORD
+        self._words[word] = max(generation, self._words[word])
+
+    def note_idle(self, rank: int) -> None:
+        """Note that a rank runs no cell, or is dead."""
+        self.note_quiet(rank, _IDLE)
+
+    def note_busy(self, rank: int) -> None:
+        """Note that a rank runs a cell."""
+        self._words[HEADER_WORDS + RANK_WORDS * rank + _QUIET_WORD] = 0
+
+    def all_quiet(self, generation: int) -> bool:
+        """Return whether no rank sends anything over the transports of a generation any more."""
+        words = self._words[HEADER_WORDS + _QUIET_WORD :: RANK_WORDS]
+        return all(word >= generation for word in words.tolist())
 
     def cast(self, rank: int, ballot: Ballot) -> None:
         """Publish a rank's vote."""

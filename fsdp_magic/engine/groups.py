@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from fsdp_magic.engine.sockets import is_quiet
 from fsdp_magic.engine.swappable_group import BACKEND, Surroundings, SwappableGroup
 
 _KEPT = (
@@ -68,7 +69,16 @@ class Groups:
         return issued.text, tuple(ranks[r] for r in group.log.missing()), group.log.issued_at
 
     def disconnect(self) -> None:
-        """Break the transports of every group; safe from any thread."""
+        """Break the transports of every group; safe from any thread.
+
+        Not before no rank sends anything any more: what gloo has not written to a connection when
+        it notices the end of that, it forgets, and whoever waits for it to be sent waits for ever.
+        Source: gloo, transport/tcp/pair.cc: ``signalException`` passes over the unbound buffers in
+        ``tx_``.
+        """
+        sockets = {d: link for group in list(self._all) for d, link in group.sockets.items()}
+        if sockets:
+            self.surroundings.settle(self.generation, lambda: is_quiet(sockets))
         for group in list(self._all):
             group.disconnect()
 

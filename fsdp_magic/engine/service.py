@@ -52,7 +52,9 @@ class Service:
     def watching(self, tick: Tick | None = None) -> Iterator[None]:
         """Watch over a cell, and call ``tick`` with the time some fifty times a second."""
         self._tick = tick
-        self._answered = self._world.page.question
+        page, rank = self._world.page, self._world.rank
+        self._answered = page.question
+        page.note_busy(rank)
         self._idle.clear()
         self._over.clear()
         self._busy.set()
@@ -62,6 +64,7 @@ class Service:
             self._over.set()
             self._idle.wait()
             self._tick = None
+            page.note_idle(rank)
 
     def _serve(self) -> None:
         if self._world.device.type == "cuda":

@@ -49,6 +49,8 @@ class Surroundings:
         cuda_transport: what moves CUDA tensors, ``nccl`` or ``gloo``.
         directory: of this host, for its owner only.
         given_up: whether the transports of a generation were given up, by this rank or a peer.
+        settle: waits a moment until no rank sends anything over a generation any more; told what
+            says whether this one does not.
         newest: the group that issued a collective last; None: none has.
         message_peer: the rank that a message was sent to or awaited from last; None: none, or any.
         message_at: when that was.
@@ -58,6 +60,7 @@ class Surroundings:
     cuda_transport: str
     directory: Path
     given_up: Callable[[int], bool]
+    settle: Callable[[int, Callable[[], bool]], None]
     newest: SwappableGroup | None = None
     message_peer: int | None = None
     message_at: float = 0.0
@@ -132,20 +135,24 @@ class SwappableGroup(NamedGroup):
         self._lost = why
         self._let_go()
 
+    @property
+    def sockets(self) -> dict[int, str]:
+        """The connections that may be open: descriptor -> kernel's name of it."""
+        return dict(self._sockets)
+
     def disconnect(self) -> None:
         """Make every collective that waits in this group, here or on a peer, fail at once."""
-        for descriptor, link in self._sockets.items():
-            shut_down(descriptor, link)
-        self._sockets = {}
+        sockets, self._sockets = self._sockets, {}
+        shut_down(sockets)
         if self._cuda is not None:
             self._cuda.abort()
 
     def _let_go(self) -> None:
         """Drop the inner groups.
 
-        In a thread of its own: gloo waits in its destructor for the collectives under way, and
-        once in some hundred interrupts one of them does not notice that its connection is gone.
-        That group then stays, without use; the rank must not wait for it.
+        In a thread of its own: gloo waits in its destructor for the collectives under way, and one
+        that did not notice that its connection is gone (``Groups.disconnect``) never ends. That
+        group then stays, without use; the rank must not wait for it.
         """
         held = [self._cpu, self._cuda]
         self._cpu = self._cuda = None
@@ -201,7 +208,10 @@ class SwappableGroup(NamedGroup):
         Raises:
             DivergedError: if one of them does something else.
             FsdpError: if one of them does not run the cell.
+            ReleasedByPeerError: if the transports were given up.
         """
+        if self._around.given_up(self._generation):
+            raise ReleasedByPeerError  # what is sent now could be lost, and waited for
         if self._around.idle_ranks:
             self._refuse_idle(dist.get_process_group_ranks(self))
         self._around.newest = self

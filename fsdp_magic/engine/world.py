@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from fsdp_magic.engine.swappable_group import BACKEND, Surroundings
 from fsdp_magic.engine.vote import Vote
 
 DATA_PARALLEL = "dp"
+_SETTLE_SECONDS, _LOOK_SECONDS = 0.2, 0.002
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Our own watch ends a wait; torch's timeout would end a person's debugger session."""
 
@@ -55,6 +58,7 @@ class World:
                 cuda_transport=request.transport,
                 directory=Path(request.directory),
                 given_up=lambda generation: self.page.released_generation >= generation,
+                settle=self._settle,
             ),
             generation=request.generation,
         )
@@ -75,6 +79,7 @@ class World:
         if request.generation > 1:  # the others recover meanwhile, and do this too
             self._begin_to_agree()
         self.vote = self._fresh_vote()
+        self.page.note_idle(self.rank)
         seed_all(request.seed)
 
     @property
@@ -86,6 +91,18 @@ class World:
         """Free every rank that waits for another; safe from any thread."""
         self.page.release(self.groups.generation)
         self.groups.disconnect()
+
+    def _settle(self, generation: int, quiet_here: Callable[[], bool]) -> None:
+        """Wait until no rank sends anything any more, but not long for one that stands still."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        looks = 0
+        while time.monotonic() < deadline:
+            looks = looks + 1 if quiet_here() else 0  # twice: gloo may be about to answer
+            if looks > 1:
+                self.page.note_quiet(self.rank, generation)
+                if self.page.all_quiet(generation):
+                    return
+            time.sleep(_LOOK_SECONDS)
 
     def reconnect(self, generation: int, *, replaced: tuple[int, ...] = ()) -> None:
         """Replace every transport.

@@ -80,6 +80,8 @@ class Ranks:
 
     def release(self) -> None:
         """Free every rank that waits for another."""
+        for engine_id in self.cluster.deaths:  # nobody need wait until these are quiet
+            self.cluster.page.note_idle(self._ranks[engine_id])
         self.cluster.page.release(self._generation)
 
     def _join(self) -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from cases import PROGRAMS, draw
@@ -79,3 +79,20 @@ def test_the_pieces_of_a_run_that_was_interrupted_fifty_times_are_those_of_one_r
     assert min(ended.values()) > 5, f"the moments were badly chosen: {ended}"
     pieces.take(train(session, case, STEPS - len(pieces.losses), program=program))
     assert pieces.losses == whole.losses
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("elements", [1, 3_000_000])
+def test_no_rank_stays_behind_in_a_collective(stage: Stage, elements: int) -> None:
+    """A message that gloo had not written when its connection ended was waited for, for ever.
+
+    It takes some two hundred interrupts to meet one.
+    """
+    session, chance = stage.ready(2), random.Random(0)
+    session.run(f"import torch, torch.distributed as dist; x = torch.ones({elements})", show=False)
+    for _ in range(400):
+        presses = (chance.uniform(0, 0.09), chance.uniform(0, 0.06))
+        with interrupted(*presses), suppress(CellInterrupted):
+            session.run("while True: dist.all_reduce(x)", show=False)
+    assert [o.result for o in session.run("len(x)", show=False)] == [str(elements)] * 2

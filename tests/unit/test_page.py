@@ -98,6 +98,31 @@ def test_stopping_and_releasing_are_words_of_their_own(page: Page) -> None:
     assert (page.stopping_run, page.released_generation) == (7, 2)
 
 
+def test_a_generation_is_quiet_once_every_rank_is_quiet_or_idle(page: Page) -> None:
+    assert not page.all_quiet(1)
+    page.note_idle(0)
+    page.note_quiet(1, 4)
+    page.note_quiet(2, 3)
+    assert (page.all_quiet(3), page.all_quiet(4)) == (True, False)
+    page.note_quiet(0, 4)  # an idle one stays idle, whatever it lets go of
+    page.note_quiet(2, 9)
+    page.note_quiet(1, 9)
+    assert page.all_quiet(9)
+    page.note_busy(0)
+    assert not page.all_quiet(1)
+
+
+def test_being_quiet_and_voting_are_words_of_their_own(page: Page) -> None:
+    page.note_idle(0)
+    page.cast(0, Ballot(number=1, flags=1, count=2))
+    page.cast(0, Ballot(number=2, flags=3, count=4))
+    assert [page.ballot(0, n).count for n in (1, 2)] == [2, 4]
+    page.clear_ballots(0)
+    page.note_idle(1)
+    page.note_idle(2)
+    assert page.all_quiet(1)
+
+
 def test_processes_read_every_ballot_before_it_is_overwritten(page_file: Path) -> None:
     voters = [
         subprocess.Popen(
