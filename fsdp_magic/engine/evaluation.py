@@ -30,8 +30,7 @@ from fsdp_magic.engine.guards import Guards, RefusingInEvaluation
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.micro_step import BINDABLE, Bound, CellRunner, scalar_loss
 from fsdp_magic.engine.names import Names
-from fsdp_magic.engine.parallel import fsdp
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.records import Averages
 from fsdp_magic.engine.schedulers import find_schedulers
@@ -117,7 +116,7 @@ class Evaluator:
                     names["batch"] = batch.batch
                 self._take(runner.run(names), batch, sums)
         for model in self.models:  # a forward leaves the root's parameters gathered
-            fsdp.reshard(model)
+            model.reshard()
         return self._together(sums, step)
 
     @contextmanager

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.trained import Trained
 from fsdp_magic.engine.vote import Flag
 from fsdp_magic.engine.world import World

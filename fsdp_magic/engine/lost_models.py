@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.recovery import gone
 from fsdp_magic.engine.modeling import leads_to
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 
 
 class LostModels:

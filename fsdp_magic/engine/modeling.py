@@ -16,8 +16,9 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.optimizers import parameters_of, repoint
-from fsdp_magic.engine.parallel import blocks, fsdp
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel import blocks
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.strategies import spread
 from fsdp_magic.engine.parallel.unfit import refuse_shared_between
 from fsdp_magic.engine.reachable import outermost, reachable
 from fsdp_magic.engine.world import World
@@ -86,11 +87,11 @@ def shard_all(
     placements = []
     refuse_shared_between(wanted)
     for name, module in wanted.items():
-        model, replaced = fsdp.shard(module, name=name, spec=spec, world=world)
+        model, replaced = spread(module, name=name, spec=spec, world=world)
         for optimizer in reachable(namespace, Optimizer).values():
             repoint(optimizer, replaced)
         _remember(model, models)
-        placements.append(fsdp.placement(model, world))
+        placements.append(model.placement())
     return tuple(placements)
 
 

@@ -27,7 +27,7 @@ from fsdp_magic.engine.manual import ManualStep
 from fsdp_magic.engine.micro_step import CellRunner
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.optimizer_steps import STEPS
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.prepared import Prepared
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.rollback import Snapshot, StepUndo

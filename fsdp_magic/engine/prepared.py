@@ -8,7 +8,7 @@ from fsdp_magic.engine.aftermath import AfterSteps
 from fsdp_magic.engine.data import Data
 from fsdp_magic.engine.guards import Guards
 from fsdp_magic.engine.loop import StepLoop
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.snapshots import RunSnapshots
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained

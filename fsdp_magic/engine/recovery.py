@@ -6,7 +6,6 @@ from fsdp_magic.core.protocol import RecoverRequest
 from fsdp_magic.core.recovery import RecoverReport, RestoreRequest
 from fsdp_magic.core.reply import Reply
 from fsdp_magic.engine.optimizer_steps import STEPS
-from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.state import State
 
 
@@ -19,7 +18,7 @@ def recover(engine: State, request: RecoverRequest) -> Reply:
     if request.replaced:
         engine.meet_fresh_ranks(request.replaced)
     for sharded in engine.living_models():
-        torch_private.forget_iteration(sharded.module)
+        sharded.forget_iteration()
     engine.give_memory_back()
     report = RecoverReport(
         steps=engine.steps,

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.units import KIB, bytes_text
 from fsdp_magic.engine import randomness
-from fsdp_magic.engine.parallel import fsdp
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.position import Mark, Position
 from fsdp_magic.engine.randomness import TrainingRandomness
 from fsdp_magic.engine.snapshot_content import Content, Packer, Subjects, subjects_of
@@ -161,7 +160,7 @@ def _show_shards(models: Iterable[ShardedModel]) -> None:
     """Have the parameters of models be their shards, also after a forward that gathered them."""
     for model in models:
         if model.alive:
-            fsdp.reshard(model)
+            model.reshard()
 
 
 class RunSnapshots:

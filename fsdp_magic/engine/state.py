@@ -23,8 +23,7 @@ from fsdp_magic.engine.memory_limit import limited
 from fsdp_magic.engine.micro_step import BINDABLE
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.optimizer_steps import STEPS
-from fsdp_magic.engine.parallel import fsdp
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.position import Position
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.randomness import TrainingRandomness
@@ -204,7 +203,7 @@ class State:
                 with children_end():
                     yield
                 for model in self.living_models():
-                    fsdp.reshard(model)
+                    model.reshard()
             except BaseException as error:
                 INTERRUPTS.close()
                 events.failed(error)

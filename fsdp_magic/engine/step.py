@@ -9,7 +9,7 @@ optimizer has changed none of them on any rank. Nothing here waits for the devic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,8 +23,7 @@ from fsdp_magic.engine.data import StepBatches
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.micro_step import Bound, CellRunner, checked_loss
 from fsdp_magic.engine.optimizers import with_gradients
-from fsdp_magic.engine.parallel import torch_private
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.telemetry import MemoryWatch
 from fsdp_magic.engine.trained import Trained
@@ -118,7 +117,11 @@ class AutomaticStep:
             counted = bound.weight if bound.weight is not None else weights.counts[micro_step]
             metrics.add(bound.metrics, counted)
             total = total + weight
-            self._backward(loss, weight)
+            with ExitStack() as stack:
+                for model in self.models:
+                    is_last = micro_step == len(batches.batches) - 1
+                    stack.enter_context(model.reducing(is_last=is_last))
+                self._backward(loss, weight)
         assert share is not None
         return share, metrics, total
 
@@ -130,7 +133,7 @@ class AutomaticStep:
     def _leaves(self) -> Iterator[torch.Tensor]:
         """Yield the tensors at which gradients arrive in a backward."""
         for model in self.models:
-            yield from torch_private.unsharded_parameters(model.module)
+            yield from model.leaves()
         yield from (p for p in self.trained.whole if p.requires_grad)
 
     def _settle(
@@ -149,6 +152,8 @@ class AutomaticStep:
         with INTERRUPTS.allowed():
             if Flag.MISSING in agreed and not self.trained.used.settle():
                 raise _nothing_trained(self.trained)
+            for model in self.models:
+                model.reduce()
             gradients.reduce_whole(self.trained.whole)
             return gradients.measure(
                 self.trained.parameters, world_size=self.world.world_size, weight=weight
@@ -158,6 +163,8 @@ class AutomaticStep:
         """Step and clear; an error in here leaves this rank's weights half updated."""
         for optimizer in self.stepped:
             optimizer.step()
+        for model in self.models:
+            model.updated()
         self.memory.count_optimizer_state()
         self.memory.mark()
         gradients.clear(self.trained.parameters)

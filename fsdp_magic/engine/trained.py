@@ -16,9 +16,8 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine import lbfgs
 from fsdp_magic.engine.eval_mode import has_modes
 from fsdp_magic.engine.optimizers import parameters_of, refuse_shared, refuse_unfit, repoint
-from fsdp_magic.engine.parallel import gathering, torch_private
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.used import Used
 from fsdp_magic.engine.world import World
@@ -64,7 +63,7 @@ def find_trained(
         )
     for optimizer in optimizers.values():
         for model in models:  # one made between a forward and now holds gathered parameters
-            repoint(optimizer, torch_private.sharded_of_unsharded(model.module))
+            repoint(optimizer, model.in_place_of_gathered())
             repoint(optimizer, model.replaced)  # made of a list from before it was sharded
     refuse_shared(optimizers)
     refuse_unfit(optimizers, calls_closures=manual)
@@ -73,7 +72,9 @@ def find_trained(
             lbfgs.work_on_shards(optimizer)
     parameters = [p for optimizer in optimizers.values() for p in parameters_of(optimizer)]
     _refuse_foreign(optimizers, models)
-    gathering.settle_untrained(models, parameters)
+    held = {id(parameter) for parameter in parameters}
+    for model in models:
+        model.settle(is_trained=any(id(p) in held for p in model.named_parameters().values()))
     whole = [p for p in parameters if not isinstance(p, DTensor)]
     trained = Trained(
         optimizers=optimizers, parameters=parameters, whole=whole, used=Used(parameters, models)

@@ -19,7 +19,6 @@ from fsdp_magic.engine.loop import running
 from fsdp_magic.engine.names import Names
 from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.out_of_memory import advice_for_models, advice_for_training
-from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.preparation import Preparation
 from fsdp_magic.engine.prepared import Prepared
 from fsdp_magic.engine.state import State
@@ -148,7 +147,8 @@ class TrainingRun:
             stack.enter_context(running(self._handle))
             if not self._request.spec.manual:  # a manual cell averages gradients, as FSDP2 does
                 gradients.clear(run.trained.parameters)
-                stack.enter_context(fsdp.gradients_added_up(run.models, self._world))
+                for model in run.models:
+                    stack.enter_context(model.added_up())
             stack.enter_context(cleared_after_failure(run.trained))
             run.loop.run(first_step=self._first_step, total_steps=run.total_steps)
 

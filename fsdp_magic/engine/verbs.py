@@ -46,7 +46,6 @@ from fsdp_magic.engine import (
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
-from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.recovery import recover, restore
@@ -144,7 +143,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
             else:
                 engine.restoration.forget()
                 engine.snapshots.forget()
-        shown = placements or tuple(fsdp.placement(model, engine.world) for model in left)
+        shown = placements or tuple(model.placement() for model in left)
     notes = tuple(
         f"{model.name} is sharded already and is left alone; build a new one to shard it anew"
         for model in left
@@ -242,7 +241,7 @@ def shards(engine: Engine, request: ShardsRequest) -> Reply:
     if found is None:
         known = ", ".join(engine.models) or "none; build one in %%fsdp_model"
         raise FsdpError(f"no sharded model {name!r}; there is {known}".replace("''", "yet"))
-    return Reply(rank=engine.world.rank, report=fsdp.placement(found, engine.world))
+    return Reply(rank=engine.world.rank, report=found.placement())
 
 
 def status(engine: Engine, request: StatusRequest) -> Reply:

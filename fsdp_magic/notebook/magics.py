@@ -57,8 +57,9 @@ class FsdpMagics(Magics):
         """Run the cell on every rank, then shard what it built."""
         cell = _body(cell, "fsdp_model")
         session = self._session()
-        spec = parse(line, ModelSpec, magic="%%fsdp_model", strategy=session.spec.strategy)
-        session.model(cell, spec.names, strategy=spec.strategy, name=self._name("fsdp_model"))
+        defaults = session.spec.strategy_options
+        spec = parse(line, ModelSpec, magic="%%fsdp_model", **defaults)
+        session.model_from(spec, cell, name=self._name("fsdp_model"))
 
     @line_cell_magic
     def fsdp_train(self, line: str, cell: str | None = None) -> Run | None:

@@ -95,8 +95,14 @@ class Session(Inspection):
         Returns:
             Where every parameter of the (last) model lives.
         """
-        chosen = {"strategy": self.spec.strategy, **options}
+        chosen = {**self.spec.strategy_options, **options}
         spec = spec_of({"names": names, **chosen}, ModelSpec, call="session.model")
+        return self.model_from(spec, code, show=show, name=name)
+
+    def model_from(
+        self, spec: ModelSpec, code: str, *, show: bool = True, name: str = ""
+    ) -> Placement:
+        """Run code and shard what it built, as a spec asks; see ``model``."""
         request = ModelRequest(
             code=code,
             name=name or self._name("fsdp_model"),

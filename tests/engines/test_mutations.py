@@ -41,13 +41,13 @@ modeling.repoint = trained.repoint = optimizers.repoint
 
 MUTATIONS = {
     "gradient x world": """
-def _set(models, factor, _o=fsdp_module._set_divide_factor):
-    _o(models, 1 / world_size_)
+def _set(model, factor, _o=fsdp_module._set_divide_factor):
+    _o(model, 1 / world_size_)
 fsdp_module._set_divide_factor = _set
 """,
     "gradient / world": """
-def _set(models, factor, _o=fsdp_module._set_divide_factor):
-    _o(models, float(world_size_))
+def _set(model, factor, _o=fsdp_module._set_divide_factor):
+    _o(model, float(world_size_))
 fsdp_module._set_divide_factor = _set
 """,
     "gradient x accumulation": """

@@ -10,8 +10,9 @@ from typing import Any
 from fsdp_magic.core.specs.console import ConsoleSpec
 from fsdp_magic.core.specs.evaluate import EvalSpec
 from fsdp_magic.core.specs.init import Device, InitSpec
-from fsdp_magic.core.specs.model import STRATEGY_HABITS, ModelSpec, Strategy
+from fsdp_magic.core.specs.model import ModelSpec
 from fsdp_magic.core.specs.run import RunSpec, parse_ranks
+from fsdp_magic.core.specs.strategy import STRATEGY_HABITS, Strategy, StrategySpec
 from fsdp_magic.core.specs.train import TrainSpec
 from fsdp_magic.core.specs.variables import EmptySpec, NamesSpec, PullSpec, ShardsSpec
 
@@ -29,6 +30,7 @@ __all__ = [
     "RunSpec",
     "ShardsSpec",
     "Strategy",
+    "StrategySpec",
     "TrainSpec",
     "parse_ranks",
 ]

@@ -8,7 +8,8 @@ from typing import Literal, get_args
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import option
 from fsdp_magic.core.specs.checks import at_least, choice
-from fsdp_magic.core.specs.model import ModelSpec, Strategy, known_strategy
+from fsdp_magic.core.specs.model import ModelSpec
+from fsdp_magic.core.specs.strategy import StrategySpec
 from fsdp_magic.core.units import parse_bytes
 from fsdp_magic.core.wording import quoted
 
@@ -18,8 +19,8 @@ _MOST_ENGINES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitSpec:
-    """Which engines to start."""
+class InitSpec(StrategySpec):
+    """Which engines to start, and how models are spread over them unless told otherwise."""
 
     n: int | None = option(
         "-n",
@@ -50,16 +51,9 @@ class InitSpec:
     restart: bool = option(
         "--restart", default=False, help="replace the engines of a running session"
     )
-    strategy: Strategy = option(
-        "--strategy",
-        default="full_shard",
-        takes="STRATEGY",
-        choices=get_args(Strategy),
-        help="the session's default; see %%fsdp_model",
-    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", known_strategy(self.strategy))
+        StrategySpec.__post_init__(self)
         object.__setattr__(self, "device", str(self.device).lower())
         choice("--device", self.device, get_args(Device))
         at_least("-n", self.n, 1)
@@ -88,4 +82,4 @@ class InitSpec:
     @property
     def defaults(self) -> ModelSpec:
         """The strategy options that models get unless told otherwise."""
-        return ModelSpec(strategy=self.strategy)
+        return ModelSpec(**self.strategy_options)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,57 +25,97 @@ from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
 from fsdp_magic.engine.parallel.methods import free_before_steps, gather_around_calls
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unfit import refuse_lossy
 from fsdp_magic.engine.world import World
 
 
-@dataclass(slots=True, kw_only=True)
-class ShardedModel:
-    """A model that was spread over the ranks; the module stays the person's object.
+class FsdpModel(ShardedModel):
+    """A model that was spread with FSDP2."""
 
-    It is held weakly, so that a model that nothing leads to any more is freed.
+    def placement(self) -> Placement:
+        """Return where every parameter lives; the same on every rank, without communication."""
+        unit_of = {
+            id(parameter.sharded_param): name
+            for name, unit in torch_private.units(self.module)
+            for group in torch_private.parameter_groups(unit)
+            for parameter in group.fsdp_params
+        }
+        return Placement(
+            model=self.name,
+            strategy=self.strategy,
+            world_size=self._world.world_size,
+            parameters=tuple(
+                _parameter_placement(name, parameter, unit_of.get(id(parameter), ""), self._world)
+                for name, parameter in self.module.named_parameters()
+            ),
+            notes=tuple(self.notes),
+        )
 
-    Attributes:
-        name: what it was bound to.
-        reference: to the root.
-        strategy: how it is spread.
-        notes: sentences a person should read.
-        used: ids of the sharded parameters that got a gradient on this rank since it was cleared.
-        earlier: the parameters from before, as long as a person holds them, with what replaced
-            each.
-    """
+    def in_place_of_gathered(self) -> dict[int, nn.Parameter]:
+        """Return the shard by the id of the parameter that a forward sees in its place."""
+        return torch_private.sharded_of_unsharded(self.module)
 
-    name: str
-    reference: weakref.ref[nn.Module]
-    strategy: str
-    notes: list[str] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)
-    earlier: list[tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Parameter]]] = field(
-        default_factory=list, repr=False
-    )
+    def reshard(self) -> None:
+        """Free gathered parameters, so that the next forward and any optimizer see the shards."""
+        for _, unit in torch_private.units(self.module):
+            unit.reshard()
 
-    @property
-    def replaced(self) -> dict[int, nn.Parameter]:
-        """The present parameter by the id of an earlier one that a person still holds."""
-        pairs = ((old(), new()) for old, new in self.earlier)
-        return {id(old): new for old, new in pairs if old is not None and new is not None}
+    def settle(self, *, is_trained: bool) -> None:
+        """Let a model that no optimizer trains free its parameters after every forward.
 
-    @property
-    def alive(self) -> bool:
-        """Whether the model is still there."""
-        return self.reference() is not None
+        The others do as their strategy says.
+        """
+        root = self.module
+        for _, unit in torch_private.units(root):
+            frees = not is_trained or (self.strategy != "shard_grad_op" and unit is not root)
+            unit.set_reshard_after_forward(frees, recurse=False)
 
-    @property
-    def module(self) -> nn.Module:
-        """The root, of a model that is alive."""
-        module = self.reference()
-        assert module is not None
-        return module
+    @contextmanager
+    def added_up(self) -> Iterator[None]:
+        """Add gradients up over the ranks inside, where FSDP2 would average them."""
+        try:
+            _set_divide_factor(self, 1.0)
+            yield
+        finally:
+            _set_divide_factor(self, float(self._world.world_size))
+
+    @contextmanager
+    def reducing(self, *, is_last: bool) -> Iterator[None]:
+        """Have one backward of a step inside, which reduces what it computes if it should.
+
+        Args:
+            is_last: whether it is the last one.
+        """
+        reduces = is_last or self.spec.accumulate_sync != "last"
+        if reduces:
+            yield
+            return
+        root: FSDPModule = self.module  # type: ignore[assignment]
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def reduce(self) -> None:
+        """Do nothing: backward reduces."""
+
+    def updated(self) -> None:
+        """Do nothing: the next forward gathers the shards, which were updated."""
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        """Yield the gathered parameters that gradients of a backward arrive at."""
+        return torch_private.unsharded_parameters(self.module)
+
+    def forget_iteration(self) -> None:
+        """Forget a forward or backward that an exception ended."""
+        torch_private.forget_iteration(self.module)
 
 
 def shard(
     module: nn.Module, *, name: str, spec: ModelSpec, world: World
-) -> tuple[ShardedModel, dict[int, nn.Parameter]]:
+) -> tuple[FsdpModel, dict[int, nn.Parameter]]:
     """Spread a model over the ranks, in place.
 
     Collective: every rank must call this.
@@ -89,7 +129,7 @@ def shard(
     Returns:
         The sharded model, and each new parameter by the id of the one it replaces.
     """
-    model = ShardedModel(name=name, reference=weakref.ref(module), strategy=spec.strategy)
+    model = FsdpModel(module, name=name, spec=spec, world=world)
     places = _places(module)
     _refuse_meta(module, name)
     refuse_lossy(module, name)
@@ -127,7 +167,7 @@ def shard(
     }
 
 
-def _prepare(model: ShardedModel) -> None:
+def _prepare(model: FsdpModel) -> None:
     """Let a sharded model behave as the person's own.
 
     Collective: every rank must call this.
@@ -141,42 +181,6 @@ def _prepare(model: ShardedModel) -> None:
     gather_around_calls(model.module)
     free_before_steps(model.module)
     torch_private.read_scalars_whole()
-
-
-@contextmanager
-def gradients_added_up(models: list[ShardedModel], world: World) -> Iterator[None]:
-    """Add gradients up over the ranks inside, where FSDP2 would average them."""
-    try:
-        _set_divide_factor(models, 1.0)
-        yield
-    finally:
-        _set_divide_factor(models, float(world.world_size))
-
-
-def reshard(model: ShardedModel) -> None:
-    """Free gathered parameters, so that the next forward and any optimizer see the shards."""
-    for _, unit in torch_private.units(model.module):
-        unit.reshard()
-
-
-def placement(model: ShardedModel, world: World) -> Placement:
-    """Return where every parameter lives; the same on every rank, without communication."""
-    unit_of = {
-        id(parameter.sharded_param): name
-        for name, unit in torch_private.units(model.module)
-        for group in torch_private.parameter_groups(unit)
-        for parameter in group.fsdp_params
-    }
-    return Placement(
-        model=model.name,
-        strategy=model.strategy,
-        world_size=world.world_size,
-        parameters=tuple(
-            _parameter_placement(name, parameter, unit_of.get(id(parameter), ""), world)
-            for name, parameter in model.module.named_parameters()
-        ),
-        notes=tuple(model.notes),
-    )
 
 
 def _parameter_placement(
@@ -250,10 +254,9 @@ def _refuse_mixed_dtypes(module: nn.Module, whole: set[nn.Parameter]) -> None:
             )
 
 
-def _set_divide_factor(models: list[ShardedModel], factor: float) -> None:
-    for model in models:
-        for _, unit in torch_private.units(model.module):
-            assert isinstance(unit, FSDPModule)
-            unit.set_gradient_divide_factor(factor)
-            # a sum and a division; gloo knows no premultiplied sum
-            unit.set_force_sum_reduction_for_comms(True)
+def _set_divide_factor(model: FsdpModel, factor: float) -> None:
+    for _, unit in torch_private.units(model.module):
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(factor)
+        # a sum and a division; gloo knows no premultiplied sum
+        unit.set_force_sum_reduction_for_comms(True)

@@ -9,17 +9,15 @@ updated between two forwards is used as updated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.parallel import torch_private
-from fsdp_magic.engine.parallel.fsdp import ShardedModel
 from fsdp_magic.engine.parallel.methods import owner
 
 _HELD: list[nn.Module] = []
@@ -83,24 +81,6 @@ def clear_gradients(module: nn.Module) -> None:
             torch_private.clear_gradients(group, parts)
     for parameter in module.parameters():
         parameter.grad = None
-
-
-def settle_untrained(models: Iterable[ShardedModel], trained: Iterable[torch.Tensor]) -> None:
-    """Let models that no optimizer trains free their parameters after every forward.
-
-    To be called when a run starts; the others do as their strategy says.
-
-    Args:
-        models: all sharded models.
-        trained: every parameter that an optimizer holds.
-    """
-    held = {id(parameter) for parameter in trained}
-    for model in models:
-        root = model.module
-        is_trained = any(id(p) in held for p in root.parameters())
-        for _, unit in torch_private.units(root):
-            frees = not is_trained or (model.strategy == "full_shard" and unit is not root)
-            unit.set_reshard_after_forward(frees, recurse=False)
 
 
 def _units(module: Any) -> Sequence[Any]:

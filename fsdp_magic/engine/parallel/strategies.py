@@ -1,0 +1,41 @@
+"""ENGINE: spreading a model over the ranks by the strategy that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.specs import ModelSpec
+from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.world import World
+
+Replaced = dict[int, nn.Parameter]
+"""What an optimizer must hold, by the id of the parameter that it replaces."""
+_STRATEGIES: Mapping[str, Callable[..., tuple[ShardedModel, Replaced]]] = {
+    "full_shard": fsdp.shard,
+    "shard_grad_op": fsdp.shard,
+}
+
+
+def spread(
+    module: nn.Module, *, name: str, spec: ModelSpec, world: World
+) -> tuple[ShardedModel, Replaced]:
+    """Spread a model over the ranks, in place.
+
+    Collective: every rank must call this.
+
+    Args:
+        module: the model; the same on every rank, or rank 0's is taken.
+        name: what it is bound to.
+        spec: how.
+        world: over whom.
+
+    Returns:
+        The spread model, and each new parameter by the id of the one it replaces.
+    """
+    if spec.strategy not in _STRATEGIES:
+        raise FsdpError(f"--strategy {spec.strategy} is not built yet")
+    return _STRATEGIES[spec.strategy](module, name=name, spec=spec, world=world)
