@@ -19,6 +19,8 @@ from equality import (
     assert_equal,
     single_process,
 )
+from families import CELL, FAMILIES, model_of, program_of
+from loops import check_losses, check_weights, in_one_process, norm_of
 from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
@@ -308,3 +310,60 @@ def test_f30_a_model_of_two_trainable_dtypes_trains_as_in_one_process(session) -
     units = {p.unit for p in session.shards(show=False).parameters if p.dtype == "float32"}
     assert units == {f"blocks.{n}.3" for n in range(3)}
     assert_equal(measured, reference(case), tolerance=1e-6)  # float32 rounds their gradients
+
+
+# ---------------------------------------------------------------- families of transformers
+
+UNITS = {
+    # encoder and decoder, or text and pictures
+    **dict.fromkeys(("t5", "clip"), 6),
+    **dict.fromkeys(("bart", "whisper"), 4),
+    # stages
+    **dict.fromkeys(("swin", "resnet", "convnext"), 2),
+    # one layer that is called again and again: gathered once, with the root
+    "albert": 0,
+}
+"""Blocks of a family; 3 of those that are not here."""
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")  # of transformers, about its own configurations
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_blocks_of_a_family_are_its_units(family: str) -> None:
+    built: dict[str, Any] = {}
+    exec(model_of(family), built)
+    wrapping = wrap(built["model"], "blocks")
+    assert len(wrapping.units) == UNITS.get(family, 3)
+    assert not wrapping.chosen
+
+
+EQUAL = (
+    "gpt_neox", "opt", "bloom", "llama", "mixtral", "gpt_oss", "mamba", "t5", "bart", "bert",
+    "distilbert", "albert", "deberta", "electra", "vit", "swin", "convnext", "whisper", "wav2vec2",
+)  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rule", ["blocks", "size:1", "size:2000"])
+@pytest.mark.parametrize("family", EQUAL)
+def test_a_family_trains_as_in_one_process(session, family: str, rule: str) -> None:
+    program = program_of(family)
+
+    def loop(built: dict[str, Any]) -> Any:
+        model, optimizer, data = (built[name] for name in ("model", "optimizer", "data"))
+        for step in range(3):
+            samples = data[8 * step : 8 * (step + 1)]
+            batch = {name: torch.stack([s[name] for s in samples]) for name in samples[0]}
+            loss = model(**batch).logits.double().pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            yield loss.item(), norm_of(*model.parameters())
+            optimizer.step()
+
+    losses, norms, before, after = in_one_process(program, loop)
+    session.model(program, wrap=rule, show=False)
+    run = session.train(CELL, data="data", steps=3, micro_batch_size=4, no_shuffle=True, show=False)
+    check_losses(run.losses, losses, tolerance=1e-7)
+    assert run.grad_norms == pytest.approx(norms, rel=1e-7)
+    check_weights(session, before, after, tolerance=1e-7)

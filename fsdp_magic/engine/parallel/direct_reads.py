@@ -29,8 +29,10 @@ _BUILDING = ("__init__", "init", "_init", "reset_parameters", "tie", "_tie", "ex
 def read_directly(owner: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules inside one that cannot be units of their own: its code reads from them."""
     kind: Any = type(owner)
-    for chain in _chains_of(kind):
-        yield from _read_through(owner, chain)
+    for code in _codes_of(kind) if owner._modules else ():
+        if not owner._modules.keys().isdisjoint(code.co_names):
+            for chain in _chains_in(code):
+                yield from _read_through(owner, chain)
 
 
 def _read_through(owner: nn.Module, chain: tuple[str, ...]) -> list[nn.Module]:
@@ -48,27 +50,35 @@ def _read_through(owner: nn.Module, chain: tuple[str, ...]) -> list[nn.Module]:
 
 
 @functools.lru_cache(maxsize=512)
-def _chains_of(kind: Any) -> tuple[tuple[str, ...], ...]:
-    """Return the chains of two or more attributes in the methods of a class."""
-    chains: dict[tuple[str, ...], None] = {}
+def _codes_of(kind: Any) -> tuple[CodeType, ...]:
+    """Return the code of the methods of a class, of functions inside them too."""
+    codes: list[CodeType] = []
     for each in kind.__mro__:
         if each in (nn.Module, object):
             continue
         for name, function in vars(each).items():
             if isinstance(function, FunctionType) and not name.startswith(_BUILDING):
-                chains |= dict.fromkeys(_chains_in(inspect.unwrap(function).__code__))
-    return tuple(chains)
+                codes += _with_inner(inspect.unwrap(function).__code__)
+    return tuple(codes)
 
 
-def _chains_in(code: CodeType) -> Iterator[tuple[str, ...]]:
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chains_in(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return the chains of two or more attributes that code takes."""
+    chains: dict[tuple[str, ...], None] = {}
     chain: list[str] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in _LOADS:
             chain.append(str(instruction.argval))
             continue
         if len(chain) > 1:
-            yield tuple(chain)
+            chains[tuple(chain)] = None
         chain = []
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _chains_in(constant)
+    return tuple(chains)
