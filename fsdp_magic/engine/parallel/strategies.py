@@ -8,8 +8,9 @@ from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel import fsdp, sync_batchnorm
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.wrapping import left_notes, wrap
 from fsdp_magic.engine.world import World
 
 Replaced = dict[int, nn.Parameter]
@@ -17,6 +18,7 @@ Replaced = dict[int, nn.Parameter]
 _STRATEGIES: Mapping[str, Callable[..., tuple[ShardedModel, Replaced]]] = {
     "full_shard": fsdp.shard,
     "shard_grad_op": fsdp.shard,
+    "hybrid_shard": fsdp.shard,
 }
 
 
@@ -38,4 +40,10 @@ def spread(
     """
     if spec.strategy not in _STRATEGIES:
         raise FsdpError(f"--strategy {spec.strategy} is not built yet")
-    return _STRATEGIES[spec.strategy](module, name=name, spec=spec, world=world)
+    wrapping = wrap(module, spec.wrap)
+    notes = [*left_notes(name, wrapping), *sync_batchnorm.apply(module, spec, world)]
+    model, replaced = _STRATEGIES[spec.strategy](
+        module, name=name, spec=spec, world=world, units=wrapping.units
+    )
+    model.notes += notes
+    return model, replaced

@@ -66,6 +66,18 @@ def sharded_of_unsharded(model: nn.Module) -> dict[int, nn.Parameter]:
     }
 
 
+def set_divide_factor(model: nn.Module, factor: float | None) -> None:
+    """Let reductions divide the sum of gradients by a number; None: by the number of ranks.
+
+    By a division after a sum: gloo knows no premultiplied one. ``FSDPModule`` takes no None, and
+    given the number of ranks torch divides twice where a shard is one rank's (foreach_reduce).
+    """
+    for _, unit in units(model):
+        unit.set_force_sum_reduction_for_comms(True)
+        for group in parameter_groups(unit):
+            group.gradient_divide_factor = factor
+
+
 def settle_root(root: Any) -> None:
     """Make a module the root of its units now, not at its first forward.
 
