@@ -207,6 +207,7 @@ class Preparation:
             manual = ManualStep(
                 world=self._world,
                 trained=trained,
+                models=self._models,
                 memory=memory,
                 has_data=has_data,
             )

@@ -59,16 +59,20 @@ class WholeModel(ShardedModel):
         self._was_watched = False
         self._reduction: GradientReduction | None = None
         _MODELS[module] = self
-        itself = weakref.ref(self)
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(_note, itself)
-            )
+            if parameter.is_floating_point() or parameter.is_complex():
+                with _requiring_gradient(parameter):  # one that is frozen may be trained later
+                    self._watch(parameter)
         if spec.accumulate_sync == "every":
             self.notes.append(
                 f"--accumulate-sync every changes nothing under {spec.strategy}: gradients are "
                 "whole on every rank, so they are reduced once a step"
             )
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Have every gradient of a parameter noted."""
+        note = functools.partial(_note, weakref.ref(self))
+        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     # -- where parameters live
 
@@ -276,9 +280,21 @@ def is_whole(module: nn.Module) -> bool:
     return module in _MODELS
 
 
-def is_held_whole(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter belongs to a whole model."""
-    return any(parameter is p for model in living() for p in model.module.parameters())
+def is_any_held_whole(parameters: Collection[torch.Tensor]) -> bool:
+    """Return whether one of some parameters belongs to a whole model."""
+    ids = {id(parameter) for parameter in parameters}
+    return any(id(p) in ids for model in living() for p in model.module.parameters())
+
+
+@contextmanager
+def _requiring_gradient(parameter: nn.Parameter) -> Iterator[None]:
+    """Have a parameter require a gradient inside: else torch registers no hook on it."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
 
 
 def _note(model: weakref.ref[WholeModel], parameter: nn.Parameter) -> None:
