@@ -20,7 +20,7 @@ from fsdp_magic.engine.parallel import blocks
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.strategies import spread
 from fsdp_magic.engine.parallel.unfit import refuse_shared_between
-from fsdp_magic.engine.parallel.whole_model import is_whole
+from fsdp_magic.engine.parallel.whole_models import is_whole
 from fsdp_magic.engine.reachable import outermost, reachable
 from fsdp_magic.engine.world import World
 

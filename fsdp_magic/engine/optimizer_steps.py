@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from fsdp_magic.core.recovery import StepCount
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.parallel.whole_model import is_any_held_whole
+from fsdp_magic.engine.parallel.whole_models import is_any_held_whole
 
 
 @dataclass(slots=True)

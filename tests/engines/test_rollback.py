@@ -87,7 +87,7 @@ data = DataLoader(Numbered(), batch_size=2, num_workers=2, shuffle=True) if WORK
 
 def left():
     engine = __import__("builtins")._fsdp_magic_call.__self__
-    states = [s for p in model.parameters() for s in optimizer.state[p].values()]
+    states = [s for state in optimizer.state.values() for s in state.values()]
     tensors = [*model.parameters(), *model.buffers(), *states]
     tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     return {
@@ -166,6 +166,8 @@ class Kind:
 KINDS = {
     "full_shard": Kind(),
     "shard_grad_op": Kind(strategy="shard_grad_op"),
+    "zero1": Kind(strategy="zero1"),
+    "ddp": Kind(strategy="ddp"),
     "bf16": Kind(dtype="torch.float32", autocast=True),
     "accumulate": Kind(accumulate=4),
     "checkpointing": Kind(checkpoint=True),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.engine.parallel import torch_private, whole_model
+from fsdp_magic.engine.parallel import torch_private, whole_models
 from fsdp_magic.engine.parallel.methods import owner
 
 _HELD: list[nn.Module] = []
@@ -63,7 +63,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     units = _units(module)
     parameters = {id(parameter) for parameter in module.parameters()}
     with ExitStack() as stack:
-        for model in whole_model.living():
+        for model in whole_models.living():
             stack.enter_context(model.unsynced(parameters))
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)

@@ -45,14 +45,14 @@ class _UnderWay:
 
 
 def buckets_of(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return parameters in buckets, in the order in which a backward is likely to reach them.
+    """Return parameters in buckets, in the order in which the last of each is expected.
 
     Args:
-        parameters: in the model's order; the same on every rank.
+        parameters: in the order in which their gradients are expected; the same on every rank.
     """
     buckets: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
-    for parameter in reversed(parameters):
+    for parameter in parameters:
         bucket, filled = filling.get(parameter.dtype, ([], 0))
         size = parameter.nbytes
         if size >= BUCKET_BYTES:

@@ -25,13 +25,10 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import ParameterPlacement, Placement
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.collectives import UNITS
-from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.gradient_buckets import GradientReduction, buckets_of
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.whole_models import living, reduce_after_backward, remember
 from fsdp_magic.engine.world import World
-
-_MODELS: weakref.WeakKeyDictionary[nn.Module, WholeModel] = weakref.WeakKeyDictionary()
-"""Every one of this process, by its root, in the order in which they were made."""
 
 
 class WholeModel(ShardedModel):
@@ -54,11 +51,11 @@ class WholeModel(ShardedModel):
         """Ids of parameters with a gradient of this rank alone in it."""
         self._unsynced: Counter[int] = Counter()
         self._adds_up = self._within_step = False
-        self._arrived: set[int] = set()
+        self._arrived: dict[int, None] = {}
         self._arriving_late: set[int] = set()
-        self._was_watched = False
+        self._order: list[int] = []
         self._reduction: GradientReduction | None = None
-        _MODELS[module] = self
+        remember(self)
         for parameter in module.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
                 with _requiring_gradient(parameter):  # one that is frozen may be trained later
@@ -108,7 +105,7 @@ class WholeModel(ShardedModel):
         """
         self._trained = frozenset(trained)
         self._arriving_late.clear()
-        self._was_watched = False
+        self._order = []
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer holds for a parameter of the module."""
@@ -123,11 +120,13 @@ class WholeModel(ShardedModel):
     def added_up(self) -> Iterator[None]:
         """Add gradients up over the ranks inside, where they would be averaged."""
         self._adds_up = True
+        for parameter in self._trained_parameters():
+            parameter.grad = None
         try:
             yield
         finally:
-            self._adds_up, self._reduction = False, None
-            self._pending.clear()
+            self._adds_up = False
+            self.forget_iteration()  # nothing is left of a run but what an exception ended
 
     @contextmanager
     def reducing(self, *, is_last: bool) -> Iterator[None]:
@@ -138,11 +137,10 @@ class WholeModel(ShardedModel):
         """
         self._arrived.clear()
         self._within_step = True
-        if is_last and self._adds_up and self._was_watched and _is_trained_alone(self):
+        if is_last and self._adds_up and self._order and _is_trained_alone(self):
             self._reduction = self._new_reduction()
         try:
             yield
-            self._was_watched = True
         finally:
             self._within_step = False
 
@@ -157,6 +155,7 @@ class WholeModel(ShardedModel):
             self._reduction = None
             reduction.finish()
             self._pending.clear()
+            self._settle_order()
         else:
             self._average()
 
@@ -214,11 +213,11 @@ class WholeModel(ShardedModel):
         if self._within_step:
             self._note_in_step(parameter)
         elif not self._unsynced[id(parameter)]:
-            _reduce_after_backward(self)
+            reduce_after_backward(self)
 
     def _note_in_step(self, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._arrived:
-            self._arrived.add(id(parameter))
+            self._arrived[id(parameter)] = None
             if self._reduction is not None and id(parameter) not in self._arriving_late:
                 self._reduction.arrived(parameter)
             return
@@ -232,8 +231,26 @@ class WholeModel(ShardedModel):
             )
 
     def _new_reduction(self) -> GradientReduction:
-        buckets = buckets_of(self._trained_parameters())
-        return GradientReduction(buckets, name=self.name, group=self._group)
+        parameters = self._trained_parameters()
+        expected = [parameters[n] for n in self._order] or parameters[::-1]
+        return GradientReduction(buckets_of(expected), name=self.name, group=self._group)
+
+    def _settle_order(self) -> None:
+        """Expect gradients in the order in which rank 0 got them in the first step of a run.
+
+        What it did not get, or got twice, comes last, so that nothing waits for it.
+
+        Collective: every rank must call this.
+        """
+        parameters = self._trained_parameters()
+        if self._order or not parameters:
+            return
+        arrived = [n for n in self._arrived if n not in self._arriving_late]
+        place = {number: place for place, number in enumerate(arrived)}
+        places = [place.get(id(parameter), len(place)) for parameter in parameters]
+        order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
+        dist.broadcast(order, group_src=0, group=self._group)
+        self._order = order.tolist()
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -249,7 +266,7 @@ class WholeModel(ShardedModel):
         for parameter in chosen:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        GradientReduction(buckets_of(chosen), name=self.name, group=self._group).finish()
+        GradientReduction(buckets_of(chosen[::-1]), name=self.name, group=self._group).finish()
         for parameter in chosen:
             assert parameter.grad is not None
             parameter.grad /= self._world.world_size
@@ -268,22 +285,6 @@ class WholeModel(ShardedModel):
     def is_trained(self) -> bool:
         """Whether an optimizer of the newest run holds any of it."""
         return any(id(self.held(p)) in self._trained for p in self.module.parameters())
-
-
-def living() -> list[WholeModel]:
-    """Return the whole models of this process."""
-    return list(_MODELS.values())
-
-
-def is_whole(module: nn.Module) -> bool:
-    """Return whether a module is the root of a whole model."""
-    return module in _MODELS
-
-
-def is_any_held_whole(parameters: Collection[torch.Tensor]) -> bool:
-    """Return whether one of some parameters belongs to a whole model."""
-    ids = {id(parameter) for parameter in parameters}
-    return any(id(p) in ids for model in living() for p in model.module.parameters())
 
 
 @contextmanager
@@ -309,27 +310,3 @@ def _is_trained_alone(model: WholeModel) -> bool:
     In which order the buckets of two came would depend on the graphs, which ranks need not share.
     """
     return not any(other.is_trained for other in living() if other is not model)
-
-
-_LATEST: list[tuple[int, list[WholeModel]]] = []
-"""The newest backward outside of a step: its number, and the models that it reached."""
-
-
-def _reduce_after_backward(model: WholeModel) -> None:
-    """Reduce a model's gradients when the backward that is running ends."""
-    number = torch_private.backward_number()
-    if _LATEST and _LATEST[0][0] == number:
-        if model not in _LATEST[0][1]:
-            _LATEST[0][1].append(model)
-        return
-    reached = [model]
-    _LATEST[:] = [(number, reached)]
-    torch_private.at_end_of_backward(functools.partial(_reduce_all, reached))
-
-
-def _reduce_all(reached: list[WholeModel]) -> None:
-    """Reduce in the order in which models were made; a backward may reach them in any."""
-    _LATEST.clear()
-    for model in living():
-        if model in reached:
-            model.reduce()

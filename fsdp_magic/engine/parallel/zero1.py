@@ -7,18 +7,18 @@ whole parameter; after its step the rows of the other ranks are gathered into pl
 cut, a scalar, optimizers hold whole.
 
 Gradients can be cleared through the module, which knows the whole ones, and through an optimizer,
-which knows the shards'. Whichever is cleared, the other is too (``_gradient_of``).
+which knows the shards'. Whichever is cleared, the other is too (``shard_views.py``).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -29,8 +29,11 @@ from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.optimizers import parameters_of, repoint
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.ddp import make_alike
-from fsdp_magic.engine.parallel.row_gathering import gather_rows, own_rows
-from fsdp_magic.engine.parallel.whole_model import WholeModel, living
+from fsdp_magic.engine.parallel.row_gathering import gather_rows
+from fsdp_magic.engine.parallel.shard_views import ShardViews, has_rows
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.whole_model import WholeModel
+from fsdp_magic.engine.parallel.whole_models import living
 from fsdp_magic.engine.world import World
 
 
@@ -47,9 +50,7 @@ class Zero1Model(WholeModel):
     """
 
     def __init__(self, module: nn.Module, *, name: str, spec: ModelSpec, world: World) -> None:
-        # weak: an optimizer holds them; they would keep the weights of a model that is gone
-        self._shards: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._linked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._views = ShardViews(world)
         self._stepped: set[int] = set()
         super().__init__(module, name=name, spec=spec, world=world)
         _watch_optimizers()
@@ -65,45 +66,24 @@ class Zero1Model(WholeModel):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters as optimizers must hold them, by dotted name."""
-        return {name: self._shard_of(p) for name, p in self.module.named_parameters()}
+        return {name: self._views.shard_of(p) for name, p in self.module.named_parameters()}
 
     def in_place_of_gathered(self) -> dict[int, nn.Parameter]:
         """Return the shard by the id of the whole parameter."""
         return {
-            id(p): shard for p in self.module.parameters() if (shard := self._shard_of(p)) is not p
+            id(p): shard
+            for p in self.module.parameters()
+            if (shard := self._views.shard_of(p)) is not p
         }
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer holds for a parameter of the module."""
-        reference = self._shards.get(id(parameter))
-        shard = None if reference is None else reference()
-        return parameter if shard is None else shard
+        return self._views.held(parameter)
 
-    def _shard_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter's shard, made anew if nothing holds one; itself if it has none."""
-        shard = self.held(parameter)
-        if shard is not parameter or not _is_cut(parameter):
-            return shard
-        rows = own_rows(parameter.detach(), self._world)
-        shard = nn.Parameter(
-            DTensor.from_local(
-                rows,
-                self._world.mesh,
-                [Shard(0)],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            ),
-            requires_grad=parameter.requires_grad,
-        )
-        vars(shard).update(vars(parameter))  # a person's marks on it, such as p.no_decay
-        self._shards[id(parameter)] = weakref.ref(shard)
-        return shard
-
-    def _cut(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    def cut(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Yield each parameter that an optimizer holds a shard of, with the shard."""
         for parameter in self.module.parameters():
-            shard = self.held(parameter)
+            shard = self._views.held(parameter)
             if shard is not parameter:
                 yield parameter, shard
 
@@ -114,9 +94,12 @@ class Zero1Model(WholeModel):
 
         Collective: every rank must call this, after a backward.
         """
+        if not self._adds_up:  # there shards may have been cleared, and the whole must be too
+            for parameter, shard in self.cut():
+                self._views.gradient_of(parameter, shard)
         super().reduce()
-        for parameter, shard in self._cut():
-            self._link(parameter, shard)
+        for parameter, shard in self.cut():
+            self._views.link(parameter, shard)
             if self._adds_up:
                 parameter.grad = None  # its memory is the shard's now, and goes when that does
 
@@ -129,35 +112,13 @@ class Zero1Model(WholeModel):
     def forget_iteration(self) -> None:
         """Forget a forward or backward that an exception ended."""
         super().forget_iteration()
-        for parameter, shard in self._cut():
-            self._link(parameter, shard)
-
-    def _link(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
-        """Have a shard's gradient be the rows of the whole one; if either is cleared, both are."""
-        gradient = self._gradient_of(parameter, shard)
-        if gradient is None:
-            shard.grad = None
-        elif not self._is_linked(parameter, gradient):
-            rows, like = own_rows(gradient.detach(), self._world), shard.data
-            assert isinstance(like, DTensor)
-            shard.grad = torch_private.shard_like(rows, like)
-            self._linked[id(parameter)] = weakref.ref(gradient)
-
-    def _gradient_of(self, parameter: nn.Parameter, shard: nn.Parameter) -> torch.Tensor | None:
-        """Return a whole gradient; one that was cleared through the shard is cleared first."""
-        gradient = parameter.grad
-        if gradient is not None and shard.grad is None and self._is_linked(parameter, gradient):
-            parameter.grad = gradient = None
-        return gradient
-
-    def _is_linked(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        reference = self._linked.get(id(parameter))
-        return reference is not None and reference() is gradient
+        for parameter, shard in self.cut():
+            self._views.link(parameter, shard)
 
     def before_gradient(self, parameter: nn.Parameter) -> None:
         """Clear a gradient that was cleared through its shard, before another is added to it."""
         if parameter.grad is not None and not self._adds_up:
-            self._gradient_of(parameter, self.held(parameter))
+            self._views.gradient_of(parameter, self.held(parameter))
 
     # -- steps
 
@@ -168,11 +129,11 @@ class Zero1Model(WholeModel):
         if not isinstance(optimizer, LBFGS):  # it keeps the whole history, whatever it holds
             held = {id(p) for p in parameters_of(optimizer)}
             whole = [p for p in self.module.parameters() if id(p) in held]
-            repoint(optimizer, {id(p): self._shard_of(p) for p in whole})
+            repoint(optimizer, {id(p): self._views.shard_of(p) for p in whole})
         held = {id(p) for p in parameters_of(optimizer)}
-        for parameter, shard in self._cut():
+        for parameter, shard in self.cut():
             if id(shard) in held:
-                self._link(parameter, shard)
+                self._views.link(parameter, shard)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what an optimizer has updated; in an automatic step once all have stepped.
@@ -188,8 +149,22 @@ class Zero1Model(WholeModel):
 
         Collective: every rank must call this.
         """
-        parameters = [p for p, shard in self._cut() if id(shard) in self._stepped]
-        gather_rows(parameters, name=self.name, group=self._group, world=self._world)
+        self._gather(p for p, shard in self.cut() if id(shard) in self._stepped)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether this rank has updated rows that it may not have gathered."""
+        return bool(self._stepped)
+
+    def gather_all(self) -> None:
+        """Bring every rank's rows into the whole parameters.
+
+        Collective: every rank must call this.
+        """
+        self._gather(p for p in self.module.parameters() if has_rows(p))
+
+    def _gather(self, parameters: Iterable[nn.Parameter]) -> None:
+        gather_rows(list(parameters), name=self.name, group=self._group, world=self._world)
         self._stepped.clear()
 
 
@@ -218,9 +193,25 @@ def replicate_with_sharded_state(
     return model, model.in_place_of_gathered()
 
 
-def _is_cut(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has rows."""
-    return parameter.ndim > 0 and parameter.numel() > 0
+def complete_updates(models: Iterable[ShardedModel], world: World) -> None:
+    """Gather what ranks have updated when a failure kept some of them from gathering it.
+
+    Collective: every rank must call this.
+    """
+    ours = {model.name: model for model in models if isinstance(model, Zero1Model)}
+    said: list[dict[str, bool]] = [{}] * world.world_size
+    dist.all_gather_object(said, {name: model.is_torn for name, model in ours.items()})
+    for name, model in ours.items():
+        if all(name in each for each in said) and any(each[name] for each in said):
+            model.gather_all()
+
+
+def gather_stepped(optimizer: Optimizer) -> None:
+    """Gather what an optimizer has updated so far.
+
+    Collective: every rank must call this.
+    """
+    _after_step(optimizer)
 
 
 def _before_gradient(
@@ -269,7 +260,7 @@ def _clear_whole(optimizer: Optimizer, *, set_to_none: bool) -> None:
     """Clear the whole gradients of which an optimizer has cleared the rows."""
     held = {id(parameter) for parameter in parameters_of(optimizer)}
     for model in _concerned(optimizer):
-        for parameter, shard in model._cut():
+        for parameter, shard in model.cut():
             if id(shard) not in held or parameter.grad is None:
                 continue
             if set_to_none:
