@@ -78,7 +78,7 @@ def test_ranks_may_use_different_parts(session, cell, strategy, accumulate):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("plain", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("model", ["plain", pytest.param("gpt2", marks=pytest.mark.nightly)])
 def test_buckets_of_any_size_add_up_to_the_same(session, strategy, model):
     code, cell = {"gpt2": (GPT2, GPT2_CELL), "plain": (PLAIN, PLAIN_CELL)}[model]
     case = Case(model=code, cell=cell)
@@ -158,10 +158,8 @@ for group in optimizer.param_groups:
 }
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "optimizer made later"])
-@pytest.mark.parametrize("clearing", PLAIN_STEPS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_plain_cells_train_as_one_process(session, strategy, clearing, late):
+@pairwise(clearing=PLAIN_STEPS, strategy=STRATEGIES, late=[False, True])
+def test_plain_cells_train_as_one_process(session, clearing, strategy, late):
     """Backward, clipping, step and clearing are the person's, in ``%%fsdp`` cells."""
     made = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
     steps = f"""
