@@ -81,6 +81,7 @@ class World:
         if request.generation > 1:  # the others recover meanwhile, and do this too
             self._begin_to_agree()
         self.vote = self._fresh_vote()
+        self._gradients_group: dist.ProcessGroup | None = None
         self.page.note_idle(self.rank)
         seed_all(request.seed)
 
@@ -100,6 +101,17 @@ class World:
     def released(self) -> bool:
         """Whether the transports of this generation were given up."""
         return self.page.released_generation >= self.groups.generation
+
+    def gradients_group(self) -> dist.ProcessGroup:
+        """Return the group of whole gradients, which are reduced while a backward runs.
+
+        It is their own, so that collectives of the person's code never come in between.
+
+        Collective: every rank must call this.
+        """
+        if self._gradients_group is None:
+            self._gradients_group = dist.new_group()
+        return self._gradients_group
 
     def release(self) -> None:
         """Free every rank that waits for another; safe from any thread."""
@@ -136,6 +148,7 @@ class World:
                 "make it again on every rank: dist.new_group()"
             )
             self._hybrid_meshes.clear()  # a model that is built again makes its own
+            self._gradients_group = None
         self.groups.reconnect(generation)
         self._begin_to_agree()
         self.vote = self._fresh_vote()

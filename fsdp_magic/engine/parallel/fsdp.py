@@ -10,7 +10,7 @@ global batch, so their sum is the gradient of the whole.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -66,12 +66,16 @@ class FsdpModel(ShardedModel):
         for _, unit in torch_private.units(self.module):
             unit.reshard()
 
-    def settle(self, *, is_trained: bool) -> None:
+    def settle(self, trained: Collection[int]) -> None:
         """Let a model that no optimizer trains free its parameters after every forward.
 
         The others do as their strategy says.
+
+        Args:
+            trained: ids of the parameters that optimizers hold.
         """
         root = self.module
+        is_trained = any(id(p) in trained for p in root.parameters())
         for _, unit in torch_private.units(root):
             frees = not is_trained or (self.strategy != "shard_grad_op" and unit is not root)
             unit.set_reshard_after_forward(frees, recurse=False)
@@ -105,6 +109,9 @@ class FsdpModel(ShardedModel):
 
     def reduce(self) -> None:
         """Do nothing: backward reduces."""
+
+    def fill_missing(self, used: Collection[int]) -> None:
+        """Do nothing: what is missing counts as zeros where a unit is reduced."""
 
     def updated(self) -> None:
         """Do nothing: the next forward gathers the shards, which were updated."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.parallel import fsdp, sync_batchnorm
+from fsdp_magic.engine.parallel import ddp, fsdp, sync_batchnorm, zero1
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.wrapping import left_notes, wrap
 from fsdp_magic.engine.world import World
@@ -19,6 +19,8 @@ _STRATEGIES: Mapping[str, Callable[..., tuple[ShardedModel, Replaced]]] = {
     "full_shard": fsdp.shard,
     "shard_grad_op": fsdp.shard,
     "hybrid_shard": fsdp.shard,
+    "zero1": zero1.replicate_with_sharded_state,
+    "ddp": ddp.replicate,
 }
 
 

@@ -8,6 +8,8 @@ A test in ``tests/engines`` fails when one of them moves.
 from fsdp_magic.engine.parallel.torch_private.backward import (
     BACKWARD_FUNCTION,
     _reset_iteration_state,
+    at_end_of_backward,
+    backward_number,
     count_missing_as_zero,
     forget_iteration,
     reduce_what_came_late,
@@ -22,6 +24,7 @@ from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, make
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
     read_scalars_whole,
+    shard_like,
     storage_bytes,
 )
 from fsdp_magic.engine.parallel.torch_private.units import (
@@ -42,6 +45,8 @@ __all__ = [
     "BACKWARD_FUNCTION",
     "_reset_iteration_state",
     "align_group_count",
+    "at_end_of_backward",
+    "backward_number",
     "clear_gradients",
     "count_missing_as_zero",
     "forget_iteration",
@@ -59,6 +64,7 @@ __all__ = [
     "reduce_what_came_late",
     "set_divide_factor",
     "settle_root",
+    "shard_like",
     "sharded_of_unsharded",
     "shut_down_workers",
     "storage_bytes",
