@@ -30,6 +30,11 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [block for block in repeated.values() if not _shares_parameters(block, module)]
 
 
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return all repeated blocks of a model, outermost only, in order: also those of no unit."""
+    return list({id(block): block for _, block, _ in _repeated(module)}.values())
+
+
 def chosen_parts(module: nn.Module) -> list[str]:
     """Return the dotted names of parts whose blocks are no units, since ranks may choose."""
     return list(dict.fromkeys(chosen for _, _, chosen in _repeated(module) if chosen is not None))

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.parallel import torch_private
+from fsdp_magic.engine.parallel import precision, torch_private
 from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
 from fsdp_magic.engine.parallel.methods import free_before_steps, gather_around_calls
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
@@ -142,6 +142,7 @@ def shard(
             parameter.data = parameter.data.contiguous()
     # FSDP2 cannot cut a scalar, nor what has no rows
     ignored = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
+    ignored |= precision.kept_as_made(module, spec)
     _refuse_mixed_dtypes(module, ignored)
     model.notes += _chosen_notes(name, module)
     for unit in blocks(module):
@@ -150,9 +151,16 @@ def shard(
             mesh=world.mesh,
             reshard_after_forward=spec.strategy == "full_shard",
             ignored_params=ignored,
+            mp_policy=precision.fsdp_policy(spec, is_root=False),
         )
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
-    fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
+    fully_shard(
+        module,
+        mesh=world.mesh,
+        reshard_after_forward=False,
+        ignored_params=ignored,
+        mp_policy=precision.fsdp_policy(spec, is_root=True),
+    )
     torch_private.settle_root(module)
     _prepare(model)
     for old, owner, attribute in places:

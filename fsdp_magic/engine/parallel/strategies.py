@@ -8,7 +8,14 @@ from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel import (
+    activation_checkpointing,
+    compiling,
+    forwards,
+    fsdp,
+    precision,
+)
+from fsdp_magic.engine.parallel.blocks import blocks
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.world import World
 
@@ -38,4 +45,15 @@ def spread(
     """
     if spec.strategy not in _STRATEGIES:
         raise FsdpError(f"--strategy {spec.strategy} is not built yet")
-    return _STRATEGIES[spec.strategy](module, name=name, spec=spec, world=world)
+    precision.refuse_unfit(spec, world)
+    compiling.refuse_unfit(spec)
+    forwards.bare(module)  # of what an attempt left that was refused
+    units = [(block,) for block in blocks(module)]
+    notes = [
+        *activation_checkpointing.apply(module, units, spec),
+        *compiling.apply(module, units, spec),
+        *precision.cast_inputs(module, spec),
+    ]
+    model, replaced = _STRATEGIES[spec.strategy](module, name=name, spec=spec, world=world)
+    model.notes += notes
+    return model, replaced

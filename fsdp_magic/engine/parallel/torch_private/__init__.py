@@ -21,6 +21,7 @@ from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
 from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, makes_state
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
+    cast_floating,
     read_scalars_whole,
     storage_bytes,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "BACKWARD_FUNCTION",
     "_reset_iteration_state",
     "align_group_count",
+    "cast_floating",
     "clear_gradients",
     "count_missing_as_zero",
     "forget_iteration",
