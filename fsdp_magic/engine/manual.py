@@ -8,7 +8,7 @@ shards; before an optimizer's ``step()`` its gradient is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class ManualStep:
         self._memory = memory
         self._has_data = has_data
         self._squares: dict[int, torch.Tensor] = {}
+        self.notes: Sequence[str] = ()
         self.stepped: list[Optimizer] = []
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:

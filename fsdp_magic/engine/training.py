@@ -226,7 +226,7 @@ class TrainingRun:
     def _all_notes(self, run: Prepared) -> tuple[str, ...]:
         of_data = [] if run.data is None else run.data.notes
         of_snapshots = [] if run.snapshots is None else run.snapshots.notes
-        return (*self._notes, *of_data, *run.loop.notes, *of_snapshots)
+        return (*self._notes, *of_data, *run.loop.notes, *run.loop.step.notes, *of_snapshots)
 
 
 def _learning_rate(optimizers: Iterable[Optimizer]) -> float | None:
