@@ -94,7 +94,8 @@ def castable(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 def cast_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
     """Let every part of a model take floating inputs of any dtype, in place.
 
-    A mask or a position table in fp32 makes what it is added to fp32, inside of a unit too.
+    A mask or a position table in fp32 makes what it is added to fp32. Units cast what they are
+    given; so does every part with parameters, so that no result depends on how units are cut.
 
     Returns:
         Sentences a person should read.
@@ -114,7 +115,7 @@ def cast_inputs(module: nn.Module, spec: ModelSpec) -> list[str]:
                 part.register_forward_pre_hook(_casting(made.dtype), with_kwargs=True),
                 part.register_forward_hook(_casting_back(dtype)),
             ]
-        elif any(True for _ in castable(part)):
+        elif any(True for inner in part.modules() for _ in castable(inner)):
             _HOOKS[part] = [part.register_forward_pre_hook(_casting(dtype), with_kwargs=True)]
     if not with_statistics:
         return []
