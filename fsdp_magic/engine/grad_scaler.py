@@ -16,6 +16,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 
+from fsdp_magic.core.telemetry import SkippedSteps
 from fsdp_magic.engine import gradients
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 
@@ -24,8 +25,8 @@ class Scaling(Protocol):
     """How a run scales its loss."""
 
     @property
-    def notes(self) -> Sequence[str]:
-        """Sentences a person should read; for any thread."""
+    def skipped(self) -> SkippedSteps | None:
+        """What the run has skipped; None: nothing. For any thread."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss as backward takes it."""
@@ -43,7 +44,7 @@ class Scaling(Protocol):
 class NoScaling:
     """Of fp32 and bf16, whose smallest numbers are small enough."""
 
-    notes: Sequence[str] = ()
+    skipped: SkippedSteps | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return it as it is."""
@@ -66,6 +67,9 @@ class Fp16Scaling:
     Args:
         scaler: the session's.
         device: where the gradient's norm is.
+
+    Attributes:
+        skipped: what the run has skipped; None: nothing.
     """
 
     def __init__(self, scaler: GradScaler, device: torch.device) -> None:
@@ -73,22 +77,7 @@ class Fp16Scaling:
         self._one = torch.ones((), device=device)
         # never stepped: through it the scaler is shown the norm in place of every gradient
         self._shown = SGD([torch.zeros((), device=device)], lr=0.0)
-        self._skipped = 0
-        self._scale_after_skip = 0.0
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What was skipped."""
-        if not self._skipped:
-            return ()
-        steps = "1 step was" if self._skipped == 1 else f"{self._skipped:,} steps were"
-        note = (
-            f"{steps} skipped by the fp16 scaler, whose gradients were not finite; the last made "
-            f"the scale {self._scale_after_skip:,.12g}"
-        )
-        if self._scale_after_skip < 1:
-            note += ": no scale helps, so look for what is not finite, or take --precision bf16"
-        return (note,)
+        self.skipped: SkippedSteps | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale."""
@@ -110,8 +99,8 @@ class Fp16Scaling:
         self._scaler.unscale_(self._shown)
         self._scaler.update()
         if self.skips(norm):
-            self._skipped += 1
-            self._scale_after_skip = self._scaler.get_scale()
+            before = 0 if self.skipped is None else self.skipped.count
+            self.skipped = SkippedSteps(count=before + 1, scale=self._scaler.get_scale())
 
 
 def fresh_scaler(device: torch.device) -> GradScaler:

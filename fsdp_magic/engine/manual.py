@@ -8,7 +8,7 @@ shards; before an optimizer's ``step()`` its gradient is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_magic.core.telemetry import SkippedSteps
 from fsdp_magic.engine import gradients
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
@@ -45,6 +46,7 @@ class ManualStep:
     Attributes:
         runner: runs the cell; set once the guards that watch it are there.
         stepped: the optimizers that the last step stepped.
+        skipped: None: the scaler is the cell's.
     """
 
     runner: CellRunner
@@ -62,7 +64,7 @@ class ManualStep:
         self._memory = memory
         self._has_data = has_data
         self._squares: dict[int, torch.Tensor] = {}
-        self.notes: Sequence[str] = ()
+        self.skipped: SkippedSteps | None = None
         self.stepped: list[Optimizer] = []
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:

@@ -8,7 +8,7 @@ optimizer has changed none of them on any rank. Nothing here waits for the devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.telemetry import SkippedSteps
 from fsdp_magic.engine import gradients, optimizer_state
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
@@ -40,8 +41,8 @@ class Step(Protocol):
     """The optimizers that the last step stepped."""
 
     @property
-    def notes(self) -> Sequence[str]:
-        """Sentences a person should read; for any thread."""
+    def skipped(self) -> SkippedSteps | None:
+        """Steps that the fp16 scaler skipped; None: none. For any thread."""
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
         """Take a step.
@@ -78,9 +79,9 @@ class AutomaticStep:
     stepped: list[Optimizer] = field(default_factory=list)
 
     @property
-    def notes(self) -> Sequence[str]:
-        """Sentences a person should read."""
-        return self.scaling.notes
+    def skipped(self) -> SkippedSteps | None:
+        """Steps that the fp16 scaler skipped; None: none."""
+        return self.scaling.skipped
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
         """Take a step.

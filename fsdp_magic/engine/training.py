@@ -189,6 +189,7 @@ class TrainingRun:
             has_losses=loop.records.has_losses,
             evaluations=tuple(run.after.evaluations),
             non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
+            skipped=loop.step.skipped,
             learning_rate=_learning_rate(run.trained.optimizers.values()),
             notes=self._all_notes(run),
         )
@@ -219,6 +220,7 @@ class TrainingRun:
             has_losses=loop.records.has_losses,
             evaluations=tuple(run.after.evaluations),
             non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
+            skipped=loop.step.skipped,
             learning_rate=_learning_rate(run.trained.optimizers.values()),
             notes=self._all_notes(run),
         )
@@ -226,7 +228,7 @@ class TrainingRun:
     def _all_notes(self, run: Prepared) -> tuple[str, ...]:
         of_data = [] if run.data is None else run.data.notes
         of_snapshots = [] if run.snapshots is None else run.snapshots.notes
-        return (*self._notes, *of_data, *run.loop.notes, *run.loop.step.notes, *of_snapshots)
+        return (*self._notes, *of_data, *run.loop.notes, *of_snapshots)
 
 
 def _learning_rate(optimizers: Iterable[Optimizer]) -> float | None:
