@@ -217,7 +217,8 @@ class _KeepsHalf:
 
 def _with_statistics_aside(module: nn.Module, contexts: Callable[[], Contexts]) -> Contexts:
     first, again = contexts()
-    return first, _both(again, _statistics_aside(module))
+    # what keeps outputs must not see the copies that are made
+    return first, _both(_statistics_aside(module), again)
 
 
 @contextmanager
