@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_magic.core.telemetry import SkippedSteps
 from fsdp_magic.engine import gradients
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
@@ -48,6 +49,7 @@ class ManualStep:
     Attributes:
         runner: runs the cell; set once the guards that watch it are there.
         stepped: the optimizers that the last step stepped.
+        skipped: None: the scaler is the cell's.
     """
 
     runner: CellRunner
@@ -67,6 +69,7 @@ class ManualStep:
         self._memory = memory
         self._has_data = has_data
         self._squares: dict[int, torch.Tensor] = {}
+        self.skipped: SkippedSteps | None = None
         self.stepped: list[Optimizer] = []
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:

@@ -21,6 +21,7 @@ from fsdp_magic.engine.evaluation import Evaluator, explained_as_evaluated
 from fsdp_magic.engine.expressions import evaluate
 from fsdp_magic.engine.feeding import length, names_of, open_data
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
+from fsdp_magic.engine.grad_scaler import Scaling, scaling_of
 from fsdp_magic.engine.guards import Guards, Refusing
 from fsdp_magic.engine.likeness import refuse_unlike
 from fsdp_magic.engine.loop import StepLoop
@@ -110,6 +111,7 @@ class Preparation:
             optimizers = trained.optimizers.values()
             before = Snapshot(self._modules(), trained.parameters, optimizers, schedulers)
             self._put_back.callback(before.restore)
+            self._put_back.callback(kept.scaler.load_state_dict, kept.scaler.state_dict())
         self.notes += notes + put_in_train_mode(self._models, trained)
         weighing = self._weighing(cell, trained)
         data = open_data(
@@ -125,7 +127,8 @@ class Preparation:
         size = None if data is None else data.micro_batch_size
         end = None if self._total_steps is None else steps_done + self._total_steps
         self._names.bind({"total_steps": end, "micro_batch_size": size})
-        step, guards = self._step(cell, trained, memory, has_data=data is not None)
+        scaling = scaling_of(self._models, trained.parameters, kept.scaler, world.device)
+        step, guards = self._step(cell, trained, memory, scaling, has_data=data is not None)
         after = self._aftermath(cell, step, data, trained, weighing)
         snapshots = self._snapshots(kept, data, after)
         self._loop = StepLoop(
@@ -198,7 +201,7 @@ class Preparation:
         return [*(model.module for model in self._models), *bound]
 
     def _step(
-        self, cell: Cell, trained: Trained, memory: MemoryWatch, *, has_data: bool
+        self, cell: Cell, trained: Trained, memory: MemoryWatch, scaling: Scaling, *, has_data: bool
     ) -> tuple[Step, Guards]:
         """Return how a step is taken, and the guards that watch the cell."""
         spec = self._request.spec
@@ -224,6 +227,7 @@ class Preparation:
             max_grad_norm=spec.max_grad_norm,
             stops_at_nan=spec.nan == "stop",
             has_data=has_data,
+            scaling=scaling,
         )
         return automatic, guards
 

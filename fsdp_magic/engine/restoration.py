@@ -156,6 +156,7 @@ class Restoration:
     def _count_from(self, unpacker: Unpacker, content: Content) -> None:
         """Have the next run go on from there."""
         self._keeper.steps, self._keeper.epoch = content.step, content.epoch
+        self._keeper.scaler.load_state_dict(content.scaler)
         self._keeper.randomness.state = unpacker.unpack(content.training)
 
     def _put_back_rest(self, unpacker: Unpacker, content: Content, waiting: Awaited) -> None:

@@ -90,6 +90,7 @@ class Content:
         training, process: random states.
         places: where the next step begins in the data, by what ``--data`` named.
         sequential: those of them that are read in their own order.
+        scaler: of fp16.
     """
 
     step: int
@@ -98,6 +99,7 @@ class Content:
     epochs_ended: int
     training: dict[str, Any]
     process: dict[str, Any]
+    scaler: dict[str, Any]
     places: dict[str, Place]
     sequential: tuple[str, ...]
     models: dict[str, ModuleContent] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.parallel import cpu_offload, torch_private
+from fsdp_magic.engine.parallel import cpu_offload, precision, torch_private
 from fsdp_magic.engine.parallel.hybrid_shard import mesh_of
 from fsdp_magic.engine.parallel.methods import free_before_steps, gather_around_calls
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
@@ -149,6 +149,7 @@ def shard(
     refuse_lossy(module, name)
     # FSDP2 cannot cut a scalar, nor what has no rows
     ignored = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
+    ignored |= precision.kept_as_made(module, spec)
     units = of_one_dtype(module, units, name=name, whole=ignored)
     module.to(world.device)
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -165,6 +166,7 @@ def shard(
             mesh=mesh,
             reshard_after_forward=spec.strategy != "shard_grad_op",
             ignored_params=ignored,
+            mp_policy=precision.fsdp_policy(spec, is_root=False),
             offload_policy=policy,
         )
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
@@ -173,6 +175,7 @@ def shard(
         mesh=mesh,
         reshard_after_forward=False,
         ignored_params=ignored,
+        mp_policy=precision.fsdp_policy(spec, is_root=True),
         offload_policy=policy,
     )
     torch_private.settle_root(module)

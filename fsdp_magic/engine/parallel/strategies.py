@@ -8,7 +8,16 @@ from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.parallel import ddp, fsdp, sync_batchnorm, zero1
+from fsdp_magic.engine.parallel import (
+    activation_checkpointing,
+    compiling,
+    ddp,
+    forwards,
+    fsdp,
+    precision,
+    sync_batchnorm,
+    zero1,
+)
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.wrapping import left_notes, wrap
 from fsdp_magic.engine.world import World
@@ -42,8 +51,17 @@ def spread(
     """
     if spec.strategy not in _STRATEGIES:
         raise FsdpError(f"--strategy {spec.strategy} is not built yet")
+    precision.refuse_unfit(spec, world)
+    compiling.refuse_unfit(spec)
+    notes = sync_batchnorm.apply(module, spec, world)
+    forwards.bare(module)  # of what an attempt left that was refused
     wrapping = wrap(module, spec.wrap)
-    notes = [*left_notes(name, wrapping), *sync_batchnorm.apply(module, spec, world)]
+    notes += [
+        *left_notes(name, wrapping),
+        *activation_checkpointing.apply(module, wrapping.units, spec),
+        *compiling.apply(module, wrapping.units, spec),
+        *precision.cast_inputs(module, spec),
+    ]
     model, replaced = _STRATEGIES[spec.strategy](
         module, name=name, spec=spec, world=world, units=wrapping.units
     )

@@ -28,12 +28,13 @@ from torch.optim.optimizer import (
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.optimizers import parameters_of, repoint
 from fsdp_magic.engine.parallel import torch_private
-from fsdp_magic.engine.parallel.ddp import make_alike
+from fsdp_magic.engine.parallel.ddp import compute_as_asked, make_alike
 from fsdp_magic.engine.parallel.row_gathering import gather_rows
 from fsdp_magic.engine.parallel.shard_views import ShardViews, has_rows
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.whole_model import WholeModel
 from fsdp_magic.engine.parallel.whole_models import living
+from fsdp_magic.engine.parallel.wrapping import Units
 from fsdp_magic.engine.world import World
 
 
@@ -169,7 +170,7 @@ class Zero1Model(WholeModel):
 
 
 def replicate_with_sharded_state(
-    module: nn.Module, *, name: str, spec: ModelSpec, world: World
+    module: nn.Module, *, name: str, spec: ModelSpec, world: World, units: Units
 ) -> tuple[Zero1Model, dict[int, nn.Parameter]]:
     """Spread a model over the ranks, in place: each has all of it and a part of the state.
 
@@ -180,11 +181,13 @@ def replicate_with_sharded_state(
         name: what it is bound to.
         spec: how.
         world: over whom.
+        units: what is cast together, if it computes in low precision.
 
     Returns:
         The spread model, and each shard by the id of its parameter.
     """
     notes = make_alike(module, name=name, world=world)
+    compute_as_asked(module, spec, units)
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # its rows could not be gathered into place
             parameter.data = parameter.data.contiguous()

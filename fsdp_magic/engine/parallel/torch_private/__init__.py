@@ -23,6 +23,7 @@ from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
 from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, makes_state
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
+    cast_floating,
     read_scalars_whole,
     shard_like,
     storage_bytes,
@@ -47,6 +48,7 @@ __all__ = [
     "align_group_count",
     "at_end_of_backward",
     "backward_number",
+    "cast_floating",
     "clear_gradients",
     "count_missing_as_zero",
     "forget_iteration",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 
 
 def read_scalars_whole() -> None:
@@ -56,3 +57,15 @@ def shard_like(rows: torch.Tensor, like: DTensor) -> DTensor:
     public ``DTensor.from_local`` takes ten times as long.
     """
     return DTensor(rows, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value with the floating tensors in it, also within containers, in a dtype.
+
+    Source: FSDP2 casts inputs and outputs so (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return _apply_to_tensors(cast, value)

@@ -115,9 +115,12 @@ def keep_writes(group: Any) -> None:
         shard = parameter.sharded_param.detach().to_local()
         parts = parameter._unsharded_param.detach().chunk(parameter.mesh_info.shard_mesh_size)
         rank = parameter.mesh_info.shard_mesh_rank
-        if rank >= len(parts) or torch.equal(parts[rank].to(shard.dtype), shard):
+        if rank >= len(parts):
             continue
-        shard.copy_(parts[rank])
+        # gathered in a lower precision, what nobody wrote to is no longer what the shard holds
+        written = parts[rank] != shard.to(parts[rank].dtype)
+        if written.any():
+            shard.copy_(torch.where(written, parts[rank].to(shard.dtype), shard))
 
 
 def clear_gradients(group: Any, modules: set[nn.Module]) -> None:
