@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -34,6 +34,13 @@ from fsdp_magic.engine.whereabouts import LOCATOR
 from fsdp_magic.engine.world import World
 
 
+class PutsBack(Protocol):
+    """What has set models aside."""
+
+    def put_back(self) -> None:
+        """Have everything as it was."""
+
+
 class State:
     """What an engine keeps between cells, and how it runs one.
 
@@ -50,6 +57,7 @@ class State:
         self.position = Position()
         self.steps = 0
         self.epoch = 0
+        self.comparison: PutsBack | None = None
         self._ran_out = False
         self._world: World | None = None
         self._service: Service | None = None
@@ -103,6 +111,14 @@ class State:
     def start_anew(self) -> None:
         """Count from the beginning: a model was built."""
         self.steps, self.epoch, self.position = 0, 0, Position()
+
+    def end_comparison(self) -> None:
+        """Have everything as it was before a comparison, if one is under way."""
+        comparison, self.comparison = self.comparison, None
+        if comparison is not None:
+            comparison.put_back()
+            del comparison
+            gc.collect()  # modules and what spread them hold themselves in cycles
 
     def enter(self, world: World) -> None:
         """Take a place in the world."""

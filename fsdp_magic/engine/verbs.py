@@ -43,6 +43,7 @@ from fsdp_magic.engine import (
     telemetry,
     training,
 )
+from fsdp_magic.engine.comparison import compare, put_back, set_aside
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
@@ -68,6 +69,8 @@ class Engine(State):
         """
         rank = -1 if self._world is None else self._world.rank
         try:
+            if verb not in _WITHIN_COMPARISON:
+                self.end_comparison()  # nobody came to end it
             with PRINTING.cell(getattr(request, "name", verb)):
                 return VERBS[verb](self, request)
         except BaseException as error:  # the kernel must get an answer whatever happened
@@ -290,4 +293,8 @@ VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
     "console": console,
     "recover": recover,
     "restore": restore,
+    "set_aside": set_aside,
+    "compare": compare,
+    "put_back": put_back,
 }
+_WITHIN_COMPARISON = ("set_aside", "compare", "put_back", "recover", "restore")

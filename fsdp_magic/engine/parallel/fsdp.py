@@ -23,7 +23,12 @@ from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
-from fsdp_magic.engine.parallel.methods import free_before_steps, gather_around_calls
+from fsdp_magic.engine.parallel.methods import (
+    forget_calls,
+    free_before_steps,
+    gather_around_calls,
+    note_calls,
+)
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unfit import refuse_lossy
@@ -60,6 +65,14 @@ class FsdpModel(ShardedModel):
         """Free gathered parameters, so that the next forward and any optimizer see the shards."""
         for _, unit in torch_private.units(self.module):
             unit.reshard()
+
+    def leave(self) -> None:
+        """Forget which units gather the parts of the model."""
+        forget_calls(self.module)
+
+    def come_back(self) -> None:
+        """Note it again."""
+        note_calls(self.module)
 
     def settle(self, *, is_trained: bool) -> None:
         """Let a model that no optimizer trains free its parameters after every forward.

@@ -10,6 +10,7 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import fsdp
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.unspread import Changes, Shape
 from fsdp_magic.engine.world import World
 
 Replaced = dict[int, nn.Parameter]
@@ -38,4 +39,7 @@ def spread(
     """
     if spec.strategy not in _STRATEGIES:
         raise FsdpError(f"--strategy {spec.strategy} is not built yet")
-    return _STRATEGIES[spec.strategy](module, name=name, spec=spec, world=world)
+    before = Shape(module.modules())
+    spread_model, replaced = _STRATEGIES[spec.strategy](module, name=name, spec=spec, world=world)
+    Changes(before, module)
+    return spread_model, replaced

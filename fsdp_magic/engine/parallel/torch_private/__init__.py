@@ -12,6 +12,10 @@ from fsdp_magic.engine.parallel.torch_private.backward import (
     forget_iteration,
     reduce_what_came_late,
 )
+from fsdp_magic.engine.parallel.torch_private.composable import (
+    put_state_reference,
+    state_reference,
+)
 from fsdp_magic.engine.parallel.torch_private.forward import (
     free_after_inference,
     gathered_again_in_backward,
@@ -54,11 +58,13 @@ __all__ = [
     "makes_state",
     "name_in_collectives",
     "parameter_groups",
+    "put_state_reference",
     "read_scalars_whole",
     "reduce_what_came_late",
     "settle_root",
     "sharded_of_unsharded",
     "shut_down_workers",
+    "state_reference",
     "storage_bytes",
     "units",
     "unsharded_parameters",
