@@ -47,6 +47,7 @@ from fsdp_magic.engine.comparison import compare, put_back, set_aside
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.parallel.pretrained import MAPPED
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.recovery import recover, restore
@@ -126,7 +127,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    with engine.cell(engine.names_of_cells(), code=request.code):
+    with engine.cell(engine.names_of_cells(), code=request.code), MAPPED.in_place():
         with INTERRUPTS.allowed():
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
             engine.lost_models.refuse(cell.used)

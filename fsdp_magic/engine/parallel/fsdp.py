@@ -29,6 +29,7 @@ from fsdp_magic.engine.parallel.methods import (
     gather_around_calls,
     note_calls,
 )
+from fsdp_magic.engine.parallel.pretrained import MAPPED
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unfit import refuse_lossy
@@ -164,6 +165,7 @@ def shard(
             reshard_after_forward=spec.strategy == "full_shard",
             ignored_params=ignored,
         )
+        MAPPED.release(places)
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
     torch_private.settle_root(module)
@@ -189,8 +191,7 @@ def _prepare(model: FsdpModel) -> None:
         torch_private.name_in_collectives(unit, f"{model.name}.{name}" if name else model.name)
         torch_private.count_missing_as_zero(unit, model.used)
         torch_private.reduce_what_came_late(unit)
-        unit.unshard()  # what is gathered first in inference mode could never train
-        unit.reshard()
+        torch_private.gather_outside_inference(unit)
     gather_around_calls(model.module)
     free_before_steps(model.module)
     torch_private.read_scalars_whole()

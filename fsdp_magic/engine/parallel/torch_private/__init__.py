@@ -31,6 +31,7 @@ from fsdp_magic.engine.parallel.torch_private.tensors import (
 from fsdp_magic.engine.parallel.torch_private.units import (
     clear_gradients,
     free,
+    gather_outside_inference,
     held_gathered,
     keep_writes,
     name_in_collectives,
@@ -50,6 +51,7 @@ __all__ = [
     "forget_iteration",
     "free",
     "free_after_inference",
+    "gather_outside_inference",
     "gathered_again_in_backward",
     "gathered_around",
     "held_gathered",
