@@ -41,6 +41,11 @@ class Restoration:
         self._keeper = keeper
         self._waiting: Awaited | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether the next run puts back what the models that were built do not hold."""
+        return self._waiting is not None
+
     def forget(self) -> None:
         """Wait for nothing any more: another model is built."""
         self._waiting = None

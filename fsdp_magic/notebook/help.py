@@ -173,6 +173,14 @@ _MAGICS: dict[str, tuple[str, str]] = {
         collect = {"prediction": logits.argmax(-1)}
         """,
     ),
+    "%fsdp_compare": (
+        """
+        Each strategy begins from the weights, the optimizer's state and the place in the data
+        that are there now; afterwards everything is as before. It returns the comparison:
+        result = %fsdp_compare
+        """,
+        "%fsdp_compare --strategies full_shard,shard_grad_op,ddp+bf16 --steps 20",
+    ),
     "%fsdp_shards": (
         "Each block, its shape, and the rows that every rank holds.",
         "%fsdp_shards model",

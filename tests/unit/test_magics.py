@@ -13,7 +13,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from fsdp_magic.core.options import options_of
-from fsdp_magic.core.specs import MAGICS, EvalSpec, InitSpec, ModelSpec, TrainSpec
+from fsdp_magic.core.specs import (
+    MAGICS,
+    CompareSpec,
+    EvalSpec,
+    InitSpec,
+    ModelSpec,
+    TrainSpec,
+)
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook import magics, sessions
 
@@ -36,6 +43,10 @@ class FakeSession:
     def eval_from(self, *args: Any, **options: Any) -> str:
         self._note("eval_from", args, options)
         return "evaluation"
+
+    def compare_from(self, *args: Any, **options: Any) -> str:
+        self._note("compare_from", args, options)
+        return "comparison"
 
     def number(self, flag: str, expression: str) -> float:
         self._note("number", (flag, expression), {})
@@ -403,3 +414,12 @@ def test_a_cell_magic_on_one_line_says_that_it_takes_a_cell(
     with pytest.raises(UsageError, match="type %%fsdp_train and the code beneath it"):
         shell.run_line_magic("fsdp_train", "--steps 5")
     assert session.calls == []
+
+
+def test_compare_asks_for_the_strategies_of_the_line(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    value = ran(shell, "%fsdp_compare --strategies full_shard,ddp+bf16 --steps 3")
+    spec = CompareSpec(strategies=("full_shard", "ddp+bf16"), steps=3)
+    assert session.calls == [("compare_from", (spec,), {})]
+    assert value == "comparison"

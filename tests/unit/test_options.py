@@ -79,7 +79,7 @@ def test_few_options_are_listed_at_once() -> None:
 @pytest.mark.parametrize(
     ("flag", "spec", "magic", "where"),
     [
-        ("--steps", ModelSpec, "%%fsdp_model", "%%fsdp_train has it"),
+        ("--steps", ModelSpec, "%%fsdp_model", "%%fsdp_train and %fsdp_compare have it"),
         ("--max-steps", ModelSpec, "%%fsdp_model", "%%fsdp_train has it"),
         (
             "--strategy",

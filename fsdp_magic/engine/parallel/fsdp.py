@@ -24,7 +24,13 @@ from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import cpu_offload, precision, torch_private
 from fsdp_magic.engine.parallel.hybrid_shard import mesh_of
-from fsdp_magic.engine.parallel.methods import free_before_steps, gather_around_calls
+from fsdp_magic.engine.parallel.methods import (
+    forget_calls,
+    free_before_steps,
+    gather_around_calls,
+    note_calls,
+)
+from fsdp_magic.engine.parallel.pretrained import MAPPED
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unfit import refuse_lossy
@@ -65,6 +71,14 @@ class FsdpModel(ShardedModel):
         """Free gathered parameters, so that the next forward and any optimizer see the shards."""
         for _, unit in torch_private.units(self.module):
             unit.reshard()
+
+    def leave(self) -> None:
+        """Forget which units gather the parts of the model."""
+        forget_calls(self.module)
+
+    def come_back(self) -> None:
+        """Note it again."""
+        note_calls(self.module)
 
     def settle(self, trained: Collection[int]) -> None:
         """Let a model that no optimizer trains free its parameters after every forward.
@@ -169,6 +183,7 @@ def shard(
             mp_policy=precision.fsdp_policy(spec, is_root=False),
             offload_policy=policy,
         )
+        MAPPED.release(places)
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(
         module,
@@ -201,8 +216,7 @@ def _prepare(model: FsdpModel) -> None:
         torch_private.name_in_collectives(unit, f"{model.name}.{name}" if name else model.name)
         torch_private.count_missing_as_zero(unit, model.used)
         torch_private.reduce_what_came_late(unit)
-        unit.unshard()  # what is gathered first in inference mode could never train
-        unit.reshard()
+        torch_private.gather_outside_inference(unit)
     gather_around_calls(model.module)
     free_before_steps(model.module)
     torch_private.read_scalars_whole()

@@ -95,6 +95,12 @@ class ShardedModel(ABC):
     def reshard(self) -> None:
         """Free gathered parameters, so that the next forward and any optimizer see the shards."""
 
+    def leave(self) -> None:  # noqa: B027
+        """Forget what is noted about the modules elsewhere: others take this model's place."""
+
+    def come_back(self) -> None:  # noqa: B027
+        """Note it again: the modules are this model's again."""
+
     @abstractmethod
     def settle(self, trained: Collection[int]) -> None:
         """Note, as a run begins, what of it is trained.

@@ -19,6 +19,7 @@ from fsdp_magic.engine.parallel import (
     zero1,
 )
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.unspread import Changes, Shape
 from fsdp_magic.engine.parallel.wrapping import left_notes, wrap
 from fsdp_magic.engine.world import World
 
@@ -53,8 +54,9 @@ def spread(
         raise FsdpError(f"--strategy {spec.strategy} is not built yet")
     precision.refuse_unfit(spec, world)
     compiling.refuse_unfit(spec)
-    notes = sync_batchnorm.apply(module, spec, world)
     forwards.bare(module)  # of what an attempt left that was refused
+    before = Shape(module.modules())
+    notes = sync_batchnorm.apply(module, spec, world)
     wrapping = wrap(module, spec.wrap)
     notes += [
         *left_notes(name, wrapping),
@@ -66,4 +68,5 @@ def spread(
         module, name=name, spec=spec, world=world, units=wrapping.units
     )
     model.notes += notes
+    Changes(before, module)
     return model, replaced

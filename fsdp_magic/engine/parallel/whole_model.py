@@ -27,7 +27,7 @@ from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.collectives import UNITS
 from fsdp_magic.engine.parallel.gradient_buckets import GradientReduction, buckets_of
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
-from fsdp_magic.engine.parallel.whole_models import living, reduce_after_backward, remember
+from fsdp_magic.engine.parallel.whole_models import forget, living, reduce_after_backward, remember
 from fsdp_magic.engine.world import World
 
 
@@ -70,6 +70,14 @@ class WholeModel(ShardedModel):
         """Have every gradient of a parameter noted."""
         note = functools.partial(_note, weakref.ref(self))
         parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Count no longer among the models that are held whole."""
+        forget(self)
+
+    def come_back(self) -> None:
+        """Count among them again."""
+        remember(self)
 
     # -- where parameters live
 

@@ -26,6 +26,11 @@ def remember(model: WholeModel) -> None:
     _MODELS[model.module] = model
 
 
+def forget(model: WholeModel) -> None:
+    """Count it no more."""
+    _MODELS.pop(model.module, None)
+
+
 def living() -> list[WholeModel]:
     """Return the models that are held whole."""
     return list(_MODELS.values())

@@ -14,6 +14,10 @@ from fsdp_magic.engine.parallel.torch_private.backward import (
     forget_iteration,
     reduce_what_came_late,
 )
+from fsdp_magic.engine.parallel.torch_private.composable import (
+    put_state_reference,
+    state_reference,
+)
 from fsdp_magic.engine.parallel.torch_private.forward import (
     free_after_inference,
     gathered_again_in_backward,
@@ -31,6 +35,7 @@ from fsdp_magic.engine.parallel.torch_private.tensors import (
 from fsdp_magic.engine.parallel.torch_private.units import (
     clear_gradients,
     free,
+    gather_outside_inference,
     held_gathered,
     keep_writes,
     name_in_collectives,
@@ -54,6 +59,7 @@ __all__ = [
     "forget_iteration",
     "free",
     "free_after_inference",
+    "gather_outside_inference",
     "gathered_again_in_backward",
     "gathered_around",
     "held_gathered",
@@ -62,6 +68,7 @@ __all__ = [
     "makes_state",
     "name_in_collectives",
     "parameter_groups",
+    "put_state_reference",
     "read_scalars_whole",
     "reduce_what_came_late",
     "set_divide_factor",
@@ -69,6 +76,7 @@ __all__ = [
     "shard_like",
     "sharded_of_unsharded",
     "shut_down_workers",
+    "state_reference",
     "storage_bytes",
     "units",
     "unsharded_parameters",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +40,25 @@ def name_in_collectives(unit: Any, name: str) -> None:
     for group in parameter_groups(unit):
         group.unshard = UNITS.naming(name, group.unshard)
         group.post_backward = UNITS.naming(name, group.post_backward)
+
+
+def gather_outside_inference(unit: Any) -> None:
+    """Let what a unit gathers first in inference mode be plain tensors, which can train later."""
+    for group in parameter_groups(unit):
+        group.unshard = _outside_inference(group.unshard)
+        group.wait_for_unshard = _outside_inference(group.wait_for_unshard)
+
+
+def _outside_inference(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            function(*args, **kwargs)
+            return
+        with torch.inference_mode(False), torch.no_grad():  # the former alone would record
+            function(*args, **kwargs)
+
+    return outside
 
 
 def unsharded_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
