@@ -83,6 +83,8 @@ optimizer.zero_grad()
 """
 FAIL = "if rank == 1: raise ValueError('stop')\nimport torch.distributed as dist; dist.barrier()"
 
+DIES = "\nimport os\nif rank == 2 and step == 4: os.kill(os.getpid(), 9)\n"
+
 
 @pytest.mark.parametrize("shard_size", [1, 2])
 def test_a_manual_step_after_a_failed_cell_has_the_mean_gradient(session, shard_size):
@@ -114,14 +116,11 @@ def test_the_mesh_is_made_again_for_a_fresh_engine_and_a_snapshot_goes_back(worl
     try:
         built = {"strategy": "hybrid_shard", "shard_size": 2, "show": False}
         session.model(case.built, **built)
-        session.train(case.cell, data="data", steps=3, snapshot_every=3, **options)
         with pytest.raises(EngineDiedError):
-            session.run(
-                "import os\nif rank == 2: os.kill(os.getpid(), 9)\nfsdp.mean(1)", show=False
-            )
+            session.train(case.cell + DIES, data="data", steps=STEPS, snapshot_every=3, **options)
         session.restart()
         session.model(case.built, **built)
-        run = session.train(case.cell, data="data", steps=STEPS - 3, **options)
+        run = session.train(case.cell, data="data", resume=True, **options)
         assert run.losses == pytest.approx(reference(case).losses[3:], rel=1e-9)
         after = session.pull("dict(model.named_parameters())")
     finally:
