@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from equality import (
     Case,
     Trajectory,
     assert_equal,
+    on_engines,
     single_process,
 )
 from loops import check_weights
@@ -33,27 +33,6 @@ def reference(case: Case) -> Trajectory:
     return single_process(case)
 
 
-def on_engines(
-    session: Session, case: Case, *, shard_size: int, accumulate: int = 1, **options: Any
-) -> Trajectory:
-    """Train on the engines of a session."""
-    session.model(case.built, strategy="hybrid_shard", shard_size=shard_size, show=False, **options)
-    trajectory = Trajectory(before=session.pull("dict(model.named_parameters())"))
-    run = session.train(
-        case.cell,
-        data="data",
-        steps=STEPS,
-        no_shuffle=True,
-        micro_batch_size=GLOBAL_BATCH // (session.world_size * accumulate),
-        accumulate=accumulate,
-        max_grad_norm=case.max_grad_norm,
-        show=False,
-    )
-    trajectory.losses, trajectory.grad_norms = run.losses, run.grad_norms
-    trajectory.after = session.pull("dict(model.named_parameters())")
-    return trajectory
-
-
 @pytest.mark.parametrize(
     ("engines", "shard_size", "accumulate", "sync", "case"),
     [
@@ -67,6 +46,7 @@ def test_training_equals_one_process(world, engines, shard_size, accumulate, syn
     measured = on_engines(
         world(engines),
         CASES[case],
+        strategy="hybrid_shard",
         shard_size=shard_size,
         accumulate=accumulate,
         accumulate_sync=sync,

@@ -22,6 +22,7 @@ from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, make
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
     read_scalars_whole,
+    shard_like,
     storage_bytes,
 )
 from fsdp_magic.engine.parallel.torch_private.units import (
@@ -59,6 +60,7 @@ __all__ = [
     "reduce_what_came_late",
     "set_divide_factor",
     "settle_root",
+    "shard_like",
     "sharded_of_unsharded",
     "shut_down_workers",
     "storage_bytes",
