@@ -11,9 +11,10 @@ import types
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS
 
+from fsdp_magic.engine.optimizers import cut_like
 from fsdp_magic.engine.parallel.zero1 import gather_stepped
 
 
@@ -51,9 +52,6 @@ def _add(self: Any, step_size: float, direction: torch.Tensor) -> None:
         update = direction[first : first + size].view(parameter.shape)
         first += size
         if isinstance(parameter, DTensor):
-            # no source rank: every rank has the whole update and takes its part of it
-            update = distribute_tensor(
-                update, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
+            update = cut_like(update, parameter)
         parameter.add_(update, alpha=step_size)
     gather_stepped(self)  # the next forward may come before the step is over

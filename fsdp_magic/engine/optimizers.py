@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.parallel.torch_private import shard_like
 
 
 def repoint(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
@@ -86,10 +87,16 @@ def _cut_like(value: Any, parameter: nn.Parameter) -> Any:
         return value
     if tuple(value.shape) != tuple(parameter.shape):
         return value
-    # no source rank: every rank has the whole state and takes its part of it
-    return distribute_tensor(
-        value.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        src_data_rank=None,
-    )
+    return cut_like(value, parameter)
+
+
+def cut_like(whole: torch.Tensor, parameter: DTensor) -> DTensor:
+    """Return this rank's part of a tensor that every rank has whole, where a parameter's part is.
+
+    Args:
+        whole: of the parameter's global shape.
+        parameter: sharded; on the host if it is offloaded.
+    """
+    # no source rank: every rank takes its part of what it has
+    cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return shard_like(cut.to_local().to(parameter.to_local().device), parameter)

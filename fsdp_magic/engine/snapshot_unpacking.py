@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_magic.engine.optimizers import parameters_of
+from fsdp_magic.engine.parallel.torch_private import shard_like
 from fsdp_magic.engine.snapshot_content import ModuleContent, OptimizerContent, Slot
 from fsdp_magic.engine.snapshot_files import SnapshotReader
 
@@ -126,14 +127,7 @@ class Unpacker:
             tensor = tensor.to(self._device)
         if slot.shape is None or not isinstance(like, DTensor):
             return tensor
-        return DTensor.from_local(
-            tensor,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=slot.shape,
-            stride=slot.stride,
-        )
+        return shard_like(tensor, like)
 
 
 def _is_cut_unlike(parameter: torch.Tensor, state: Any) -> bool:

@@ -116,7 +116,7 @@ class MemoryWatch:
     ) -> None:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._optimizers = list(optimizers)
-        self._parameter_bytes = sum(map(storage_bytes, self._parameters))
+        self._parameter_bytes = sum(map(_device_bytes, self._parameters))
         self._all_gradients_bytes = 0
         self._gradient_bytes = 0
         self._optimizer_bytes = 0
@@ -143,7 +143,7 @@ class MemoryWatch:
         """Note that the gradients are there, and look; they are counted at the first time."""
         if self._all_gradients_bytes == 0:
             self._all_gradients_bytes = sum(
-                storage_bytes(p.grad) for p in self._parameters if p.grad is not None
+                _device_bytes(p.grad) for p in self._parameters if p.grad is not None
             )
         self._gradient_bytes = self._all_gradients_bytes
         self.mark()
@@ -155,7 +155,7 @@ class MemoryWatch:
             return
         self._states_counted = states
         self._optimizer_bytes = sum(
-            storage_bytes(value)
+            _device_bytes(value)
             for optimizer in self._optimizers
             for state in optimizer.state.values()
             for value in state.values()
@@ -242,6 +242,12 @@ def activity(device: torch.device) -> DeviceSample:
         temperature_celsius=read(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
         power_watts=None if power is None else power / 1000,
     )
+
+
+def _device_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor in the memory that is metered; none of what is offloaded."""
+    elsewhere = isinstance(_METER[0], CudaMeter) and tensor.device.type == "cpu"
+    return 0 if elsewhere else storage_bytes(tensor)
 
 
 def device_name(device: torch.device) -> str:

@@ -86,14 +86,18 @@ class World:
         seed_all(request.seed)
 
     def hybrid_mesh(self, shard_size: int) -> DeviceMesh:
-        """Return the mesh of two axes, ``replicate`` and ``shard``, for so many ranks a shard.
+        """Return the mesh of two axes, replicas and shards, for so many ranks a shard.
+
+        Its axes are named after the generation of the transports: meshes of equal names and ranks
+        are one to DTensor, whose caches would go on using the groups of one that is lost.
 
         Collective: every rank must call this, the first time for a size; later ones only look.
         """
         if shard_size not in self._hybrid_meshes:
             shape = (self.world_size // shard_size, shard_size)
+            names = tuple(f"{axis}_{self.groups.generation}" for axis in (REPLICATE, SHARD))
             self._hybrid_meshes[shard_size] = init_device_mesh(
-                self.device.type, shape, mesh_dim_names=(REPLICATE, SHARD)
+                self.device.type, shape, mesh_dim_names=names
             )
         return self._hybrid_meshes[shard_size]
 

@@ -61,6 +61,18 @@ class ModuleRow:
         return f"{self.stem}{{{','.join(numbers)}}}"
 
     @property
+    def units(self) -> tuple[str, ...]:
+        """What its sharded tensors are gathered with: names of units; the root is ``""``."""
+        first = self.stem + "".join(self.numbers[:1])
+        found = [t.placement.unit for t in self.tensors if t.placement.kind == "sharded"]
+        return tuple(
+            dict.fromkeys(
+                self.name + unit.removeprefix(first) if _is_within(unit, first) else unit
+                for unit in found
+            )
+        )
+
+    @property
     def total_bytes(self) -> int:
         """Bytes on all ranks."""
         return sum(sharded + replicated for sharded, replicated in self.held)
@@ -74,10 +86,12 @@ class _Block:
 
     def signature(self) -> Signature:
         """Return what must be equal for blocks to fold."""
+        name = self.stem + "".join(self.numbers[:1])
         return tuple(
-            (tensor.name, p.shape, p.local_shapes, p.dtype, p.element_bytes, p.kind)
+            (tensor.name, p.shape, p.local_shapes, p.dtype, p.element_bytes, p.kind, unit)
             for tensor in self.tensors
             for p in (tensor.placement,)
+            for unit in (p.unit.replace(name, ".", 1) if _is_within(p.unit, name) else p.unit,)
         )
 
 
@@ -121,6 +135,11 @@ def rank_groups(parameters: Sequence[ParameterPlacement], world_size: int) -> li
     starts += [rank for rank in range(1, world_size) if any(s[rank] != s[rank - 1] for s in shapes)]
     ends = [*starts[1:], world_size]
     return [range(start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _is_within(unit: str, block: str) -> bool:
+    """Return whether a unit is a block or a part of it."""
+    return unit == block or unit.startswith(f"{block}.")
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -123,12 +123,24 @@ def _summary(placement: Placement, held: Sequence[int]) -> str:
     mean = sum(held) / max(1, len(held))
     uneven = mean and max(held) / mean >= 1.005
     balance = f" · fullest rank {max(held) / mean:.2f}× the mean" if uneven else ""
+    copies = f" · {placement.replicas} copies" if placement.replicas > 1 else ""
     return (
         f"{shortened(placement.strategy)} on {placement.world_size} "
-        f"rank{'s' if placement.world_size != 1 else ''} · {len(placement.parameters)} tensors · "
+        f"rank{'s' if placement.world_size != 1 else ''}{copies} · "
+        f"{len(placement.parameters)} tensors · "
         f"{count_text(placement.parameter_count)} parameters · "
-        f"{bytes_text(placement.global_bytes)}{balance}"
+        f"{bytes_text(placement.global_bytes)}{balance}{_units_summary(placement)}"
     )
+
+
+def _units_summary(placement: Placement) -> str:
+    """Return how many units there are, and how large what is gathered at once gets."""
+    sizes = placement.unit_bytes
+    if len(sizes) < 2:
+        return ""
+    largest = max(sizes, key=lambda unit: sizes[unit])
+    name = shortened(largest) or "the root"
+    return f" · {len(sizes)} units, the largest {bytes_text(sizes[largest])} ({name})"
 
 
 # ---------------------------------------------------------------- the table
@@ -157,7 +169,8 @@ def _swatch(style: str, name: str) -> str:
 
 def _module_line(row: ModuleRow, columns: Sequence[Column], longest: int) -> str:
     """Return the row of a module, or of its only tensor."""
-    label = f"<b>{escape(shortened(_row_name(row)))}</b>"
+    title = f' title="{escape(units)}"' if (units := _units_text(row)) else ""
+    label = f"<b{title}>{escape(shortened(_row_name(row)))}</b>"
     label += f" {muted(f'×{row.blocks}')}" if row.blocks > 1 else ""
     if len(row.tensors) == 1:
         label += f" {muted(_shape(row.tensors[0].placement.shape))}"
@@ -166,6 +179,15 @@ def _module_line(row: ModuleRow, columns: Sequence[Column], longest: int) -> str
         tip = _module_tip(row)
     cells = bar_cells(row.held, columns, longest=longest, tip=tip)
     return line(label, cells, bytes_text(row.total_bytes))
+
+
+def _units_text(row: ModuleRow) -> str:
+    """Return what a row is gathered with; empty if nothing of it is."""
+    units = [shortened(unit) or "the root" for unit in row.units]
+    if not units:
+        return ""
+    more = f" and {len(units) - 3} more" if len(units) > 3 else ""
+    return f"gathered with unit{'s' if len(units) > 1 else ''} {', '.join(units[:3])}{more}"
 
 
 def _row_name(row: ModuleRow) -> str:

@@ -149,9 +149,19 @@ def on_engines(
     accumulate: int = 1,
     strategy: str = "full_shard",
     data: str = "data",
+    **options: Any,
 ) -> Trajectory:
-    """Train on the engines of a session."""
-    session.model(case.built, strategy=strategy, show=False)
+    """Train on the engines of a session.
+
+    Args:
+        session: with what is on them.
+        case: what is trained.
+        accumulate: micro-steps.
+        strategy: how the model is spread.
+        data: what the case's samples are bound to.
+        **options: of the model.
+    """
+    session.model(case.built, strategy=strategy, show=False, **options)
     trajectory = Trajectory(before=session.pull("dict(model.named_parameters())"))
     run = session.train(
         case.cell,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from equality import (
     Case,
     Trajectory,
     assert_equal,
+    on_engines,
     single_process,
 )
 from loops import check_weights
@@ -33,27 +33,6 @@ def reference(case: Case) -> Trajectory:
     return single_process(case)
 
 
-def on_engines(
-    session: Session, case: Case, *, shard_size: int, accumulate: int = 1, **options: Any
-) -> Trajectory:
-    """Train on the engines of a session."""
-    session.model(case.built, strategy="hybrid_shard", shard_size=shard_size, show=False, **options)
-    trajectory = Trajectory(before=session.pull("dict(model.named_parameters())"))
-    run = session.train(
-        case.cell,
-        data="data",
-        steps=STEPS,
-        no_shuffle=True,
-        micro_batch_size=GLOBAL_BATCH // (session.world_size * accumulate),
-        accumulate=accumulate,
-        max_grad_norm=case.max_grad_norm,
-        show=False,
-    )
-    trajectory.losses, trajectory.grad_norms = run.losses, run.grad_norms
-    trajectory.after = session.pull("dict(model.named_parameters())")
-    return trajectory
-
-
 @pytest.mark.parametrize(
     ("engines", "shard_size", "accumulate", "sync", "case"),
     [
@@ -67,6 +46,7 @@ def test_training_equals_one_process(world, engines, shard_size, accumulate, syn
     measured = on_engines(
         world(engines),
         CASES[case],
+        strategy="hybrid_shard",
         shard_size=shard_size,
         accumulate=accumulate,
         accumulate_sync=sync,
@@ -82,6 +62,8 @@ optimizer.step()
 optimizer.zero_grad()
 """
 FAIL = "if rank == 1: raise ValueError('stop')\nimport torch.distributed as dist; dist.barrier()"
+
+DIES = "\nimport os\nif rank == 2 and step == 4: os.kill(os.getpid(), 9)\n"
 
 
 @pytest.mark.parametrize("shard_size", [1, 2])
@@ -114,14 +96,11 @@ def test_the_mesh_is_made_again_for_a_fresh_engine_and_a_snapshot_goes_back(worl
     try:
         built = {"strategy": "hybrid_shard", "shard_size": 2, "show": False}
         session.model(case.built, **built)
-        session.train(case.cell, data="data", steps=3, snapshot_every=3, **options)
         with pytest.raises(EngineDiedError):
-            session.run(
-                "import os\nif rank == 2: os.kill(os.getpid(), 9)\nfsdp.mean(1)", show=False
-            )
+            session.train(case.cell + DIES, data="data", steps=STEPS, snapshot_every=3, **options)
         session.restart()
         session.model(case.built, **built)
-        run = session.train(case.cell, data="data", steps=STEPS - 3, **options)
+        run = session.train(case.cell, data="data", resume=True, **options)
         assert run.losses == pytest.approx(reference(case).losses[3:], rel=1e-9)
         after = session.pull("dict(model.named_parameters())")
     finally:

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from equality import (
-    GLOBAL_BATCH,
     GPT2,
     GPT2_CELL,
     PLAIN,
     PLAIN_CELL,
-    STEPS,
     Case,
     Trajectory,
     assert_equal,
+    on_engines,
     single_process,
 )
 from families import CELL, FAMILIES, model_of, program_of
@@ -26,7 +25,6 @@ from torch import nn
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.parallel.unit_dtypes import of_one_dtype
 from fsdp_magic.engine.parallel.wrapping import units_of, wrap
-from fsdp_magic.notebook.session import Session
 
 
 class Mlp(nn.Module):
@@ -255,24 +253,6 @@ def test_f30_what_cannot_be_taken_apart_is_named_all_of_it() -> None:
 @cache
 def reference(case: Case) -> Trajectory:
     return single_process(case)
-
-
-def on_engines(session: Session, case: Case, *, accumulate: int = 1, **options: Any) -> Trajectory:
-    """Train on the engines of a session, with options of the model."""
-    session.model(case.built, show=False, **options)
-    trajectory = Trajectory(before=session.pull("dict(model.named_parameters())"))
-    run = session.train(
-        case.cell,
-        data="data",
-        steps=STEPS,
-        no_shuffle=True,
-        micro_batch_size=GLOBAL_BATCH // (session.world_size * accumulate),
-        accumulate=accumulate,
-        show=False,
-    )
-    trajectory.losses, trajectory.grad_norms = run.losses, run.grad_norms
-    trajectory.after = session.pull("dict(model.named_parameters())")
-    return trajectory
 
 
 TIED = Case(model=GPT2, cell=GPT2_CELL)

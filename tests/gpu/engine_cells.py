@@ -38,6 +38,23 @@ loss = (model(x) - y).pow(2).mean()
 torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
 """
 
+WHERE_THINGS_ARE = """{
+    "parameters": sorted({p.to_local().device.type for p in model.parameters() if p.ndim}),
+    "state": sorted({v.device.type for s in optimizer.state.values() for v in s.values()}),
+}"""
+
+BATCHNORM = """
+import torch
+import torch.nn as nn
+
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(10, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 3)).to(DTYPE)
+generator = torch.Generator().manual_seed(2)
+inputs = torch.randn(96, 10, generator=generator, dtype=DTYPE)
+targets = torch.randn(96, 3, generator=generator, dtype=DTYPE)
+data = list(zip(inputs, targets))
+"""
+
 HOG = "import torch\nhog = torch.empty({size}, dtype=torch.uint8, device=device)"
 
 # The same FSDP2 step over a plain group and over ours, in turn; then the collectives alone: on

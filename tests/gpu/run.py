@@ -32,7 +32,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 import equality
 from card import card, nvml_used_bytes, processes_on_gpus
-from engine_cells import BALLAST, COMPARE_TRANSPORTS, HOG, MEDIUM, MEDIUM_CELL, SILENT_CELL
+from engine_cells import (
+    BALLAST,
+    BATCHNORM,
+    COMPARE_TRANSPORTS,
+    HOG,
+    MEDIUM,
+    MEDIUM_CELL,
+    SILENT_CELL,
+    WHERE_THINGS_ARE,
+)
 
 from fsdp_magic.errors import OutOfMemoryOnRankError, UsageError
 from fsdp_magic.notebook import world
@@ -44,6 +53,8 @@ NO_GPU = "no GPU here: nothing was checked"
 _REHEARSAL = "on CPU engines: nothing about a GPU was checked"
 _LIMIT_SECONDS = 470
 _TOLERANCE = 1e-9
+_BATCHNORM_TOLERANCE = 1e-6
+"""SyncBatchNorm keeps its statistics in float32."""
 _TRANSPORT_BOUND = 1.05
 _NVML_TOLERANCE = 0.03
 _CASES = {
@@ -135,6 +146,30 @@ def equal_to_one_process(session: Session, *, on_gpu: bool) -> Figures:
         measured = equality.on_engines(session, case, accumulate=accumulate)
         equality.assert_equal(measured, equality.single_process(case), tolerance=_TOLERANCE)
     return {"cases": list(cases), "tolerance": _TOLERANCE}
+
+
+def offloaded_equals_one_process(session: Session, *, on_gpu: bool) -> Figures:
+    """With --cpu-offload too, clipping included; shards and their state are on the host (F17)."""
+    case = _CASES["GPT-2, clipped"]
+    accumulate = 2 if session.world_size == 1 else 1
+    measured = equality.on_engines(session, case, accumulate=accumulate, cpu_offload=True)
+    equality.assert_equal(measured, equality.single_process(case), tolerance=_TOLERANCE)
+    kinds = session.pull(WHERE_THINGS_ARE)
+    assert kinds == {"parameters": ["cpu"], "state": ["cpu"]}, kinds
+    figures: Figures = {"where": kinds, "tolerance": _TOLERANCE}
+    memory = session.runs[-1].ranks[0].memory
+    assert memory is not None
+    if on_gpu:
+        assert memory.parameter_bytes == memory.optimizer_bytes == 0, memory
+    return {**figures, "parameter_bytes_on_device": memory.parameter_bytes}
+
+
+def synchronized_batchnorm(session: Session) -> Figures:
+    """BatchNorm over the micro-batches of all ranks is that of the global batch."""
+    case = equality.Case(model=BATCHNORM, cell=equality.PLAIN_CELL)
+    measured = equality.on_engines(session, case, sync_batchnorm=True)
+    equality.assert_equal(measured, equality.single_process(case), tolerance=_BATCHNORM_TOLERANCE)
+    return {"tolerance": _BATCHNORM_TOLERANCE}
 
 
 def no_host_synchronization(session: Session, *, on_gpu: bool) -> Figures:
@@ -245,12 +280,16 @@ def run_all(report: Report) -> None:
     with report.session("one rank starts", n=1, device=report.device) as one:
         if one is not None:
             report.check("one rank equals CPU", lambda: equal_to_one_process(one, on_gpu=gpu))
+            report.check("one rank offloads", lambda: offloaded_equals_one_process(one, on_gpu=gpu))
             report.check("no sync in a step", lambda: no_host_synchronization(one, on_gpu=gpu))
             report.check("gauges", lambda: gauges(one, on_gpu=gpu))
             report.check("our group against plain", lambda: transports(one, on_gpu=gpu))
     with report.session("two ranks share", n=2, device=report.device, **share) as two:
         if two is not None:
             report.check("two ranks equal CPU", lambda: equal_to_one_process(two, on_gpu=gpu))
+            report.check("two ranks offload", lambda: offloaded_equals_one_process(two, on_gpu=gpu))
+            if gpu:
+                report.check("BatchNorm over ranks", lambda: synchronized_batchnorm(two))
             report.check("memory cap", lambda: memory_cap(two))
     report.check("kernel never initialised CUDA", kernel_untouched)
     report.check("kernel with a CUDA context", lambda: kernel_touched(report))

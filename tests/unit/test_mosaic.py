@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from panel_records import Page, assert_harmless, gpt2_xl, numbers, parameter, placement
 
+from fsdp_magic.core.placement import Placement
 from fsdp_magic.panels import mosaic
 from fsdp_magic.panels.module_rows import module_rows, rank_groups
 
@@ -145,3 +147,41 @@ def test_notes_stand_beneath() -> None:
     model = placement([parameter("a.w", (8, 8), 2)], 2, notes=("wte is tied to lm_head",))
     assert Page(mosaic.html(model)).text.endswith("wte is tied to lm_head")
     assert mosaic.text(model).endswith("wte is tied to lm_head")
+
+
+def in_units(blocks: int, *, inner: str = "") -> Placement:
+    """Return a model of equal blocks that are units, an embedding, and a part inside each."""
+    held = [replace(parameter("wte", (64, 8), 2), unit="")]
+    for block in range(blocks):
+        unit = f"h.{block}"
+        held.append(replace(parameter(f"{unit}.w", (8, 8), 2), unit=unit))
+        within = f"{unit}.{inner}" if inner else unit
+        held.append(replace(parameter(f"{unit}.norm.w", (8,), 2), unit=within))
+    return placement(held, 2)
+
+
+def test_units_are_counted_and_the_largest_is_named() -> None:
+    shown = mosaic.text(in_units(3))
+    assert "4 units, the largest 2.0 KiB (the root)" in shown
+    assert "units" not in mosaic.text(placement([parameter("w", (8, 8), 2)], 2))
+
+
+def test_rows_say_which_unit_gathers_them() -> None:
+    titles = [tag for tag in mosaic.html(in_units(3)).split("<b") if "gathered" in tag]
+    assert [re.search('title="(.*?)"', tag)[1] for tag in titles] == [
+        "gathered with unit the root",
+        "gathered with unit h.{0…2}",
+    ]
+    nested = mosaic.html(in_units(3, inner="norm"))
+    assert "gathered with units h.{0…2}, h.{0…2}.norm" in nested
+
+
+def test_a_block_of_another_unit_does_not_fold() -> None:
+    model = in_units(3)
+    left = tuple(replace(p, unit="") if p.unit == "h.2" else p for p in model.parameters)
+    assert [row.name for row in module_rows(left)] == ["wte", "h.{0…1}", "h.2"]
+
+
+def test_copies_are_said() -> None:
+    model = replace(in_units(1), strategy="hybrid_shard", replicas=2)
+    assert "hybrid_shard on 2 ranks · 2 copies · 3 tensors" in mosaic.text(model)

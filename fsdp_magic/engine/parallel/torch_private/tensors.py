@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
 
 
@@ -42,6 +43,18 @@ def align_group_count() -> None:
     count = torch.tensor([distributed_c10d._world.group_count])
     distributed_c10d.all_reduce(count, op=distributed_c10d.ReduceOp.MAX)
     distributed_c10d._world.group_count = int(count)
+
+
+def shard_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a rank's part as a tensor that is sharded as another, on the device of the part.
+
+    ``DTensor.from_local`` moves it to the mesh's device, and offloaded shards are on the host.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    made: Any = DTensor
+    sharded: DTensor = made(local, spec, requires_grad=False)
+    return sharded
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
