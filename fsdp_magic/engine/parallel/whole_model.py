@@ -22,12 +22,18 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.placement import ParameterPlacement, Placement
+from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.collectives import UNITS
 from fsdp_magic.engine.parallel.gradient_buckets import GradientReduction, buckets_of
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
-from fsdp_magic.engine.parallel.whole_models import living, reduce_after_backward, remember
+from fsdp_magic.engine.parallel.whole_models import (
+    living,
+    reduce_after_backward,
+    remember,
+    replicated,
+    requiring_gradient,
+)
 from fsdp_magic.engine.world import World
 
 
@@ -58,7 +64,7 @@ class WholeModel(ShardedModel):
         remember(self)
         for parameter in module.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
-                with _requiring_gradient(parameter):  # one that is frozen may be trained later
+                with requiring_gradient(parameter):  # one that is frozen may be trained later
                     self._watch(parameter)
         if spec.accumulate_sync == "every":
             self.notes.append(
@@ -75,22 +81,12 @@ class WholeModel(ShardedModel):
 
     def placement(self) -> Placement:
         """Return where every parameter lives; the same on every rank, without communication."""
+        named = self.module.named_parameters()
         return Placement(
             model=self.name,
             strategy=self.strategy,
             world_size=self._world.world_size,
-            parameters=tuple(
-                ParameterPlacement(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    local_shapes=(tuple(parameter.shape),) * self._world.world_size,
-                    dtype=str(parameter.dtype).removeprefix("torch."),
-                    element_bytes=parameter.element_size(),
-                    kind="replicated",
-                    unit="",
-                )
-                for name, parameter in self.module.named_parameters()
-            ),
+            parameters=tuple(replicated(n, p, ranks=self._world.world_size) for n, p in named),
             notes=tuple(self.notes),
         )
 
@@ -285,17 +281,6 @@ class WholeModel(ShardedModel):
     def is_trained(self) -> bool:
         """Whether an optimizer of the newest run holds any of it."""
         return any(id(self.held(p)) in self._trained for p in self.module.parameters())
-
-
-@contextmanager
-def _requiring_gradient(parameter: nn.Parameter) -> Iterator[None]:
-    """Have a parameter require a gradient inside: else torch registers no hook on it."""
-    before = parameter.requires_grad
-    parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        parameter.requires_grad_(before)
 
 
 def _note(model: weakref.ref[WholeModel], parameter: nn.Parameter) -> None:

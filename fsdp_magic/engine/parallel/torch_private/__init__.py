@@ -23,6 +23,7 @@ from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
 from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, makes_state
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
+    point_at,
     read_scalars_whole,
     shard_like,
     storage_bytes,
@@ -59,6 +60,7 @@ __all__ = [
     "makes_state",
     "name_in_collectives",
     "parameter_groups",
+    "point_at",
     "read_scalars_whole",
     "reduce_what_came_late",
     "settle_root",

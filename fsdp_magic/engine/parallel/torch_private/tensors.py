@@ -56,3 +56,14 @@ def shard_like(rows: torch.Tensor, like: DTensor) -> DTensor:
     public ``DTensor.from_local`` takes ten times as long.
     """
     return DTensor(rows, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def point_at(shard: torch.Tensor, rows: torch.Tensor) -> None:
+    """Have a sharded tensor be of other rows, of the same shape.
+
+    Source: ``reset_sharded_param`` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py), which
+    does it to parameters that were loaded.
+    """
+    assert isinstance(shard, DTensor)
+    if shard._local_tensor.data_ptr() != rows.data_ptr():
+        shard._local_tensor = rows
