@@ -187,7 +187,6 @@ class WholeModel(ShardedModel):
             if id(parameter) in self._pending:
                 parameter.grad = None
         self._pending.clear()
-        self._unsynced.clear()
 
     @contextmanager
     def unsynced(self, parameters: Collection[int]) -> Iterator[None]:
@@ -208,7 +207,7 @@ class WholeModel(ShardedModel):
         self._pending.add(id(parameter))
         if self._within_step:
             self._note_in_step(parameter)
-        elif not self._unsynced[id(parameter)]:
+        elif self._unsynced[id(parameter)] <= 0:
             reduce_after_backward(self)
 
     def _note_in_step(self, parameter: nn.Parameter) -> None:
@@ -269,7 +268,7 @@ class WholeModel(ShardedModel):
         self._pending.difference_update(map(id, chosen))
 
     def _is_pending(self, parameter: nn.Parameter) -> bool:
-        if parameter.grad is None or self._unsynced[id(parameter)]:
+        if parameter.grad is None or self._unsynced[id(parameter)] > 0:
             return False
         return id(parameter) in self._pending
 
