@@ -62,7 +62,8 @@ def refuse_unfit(optimizers: Mapping[str, Optimizer], *, calls_closures: bool = 
             raise FsdpError(
                 f"{name} is an Adafactor, which averages over whole columns, and a rank holds "
                 f"only some rows of a sharded parameter; type: {name} = "
-                "torch.optim.AdamW(model.parameters(), lr=1e-4)"
+                "torch.optim.AdamW(model.parameters(), lr=1e-4), or %%fsdp_model --strategy ddp, "
+                "which shards none"
             )
         if "LBFGS" in classes and not calls_closures:
             raise FsdpError(

@@ -164,9 +164,9 @@ class Preparation:
                 "loss_weight is for cells whose backward is the extension's; with --manual weigh "
                 "the loss in the cell"
             )
-        held = {id(parameter) for parameter in trained.parameters}
-        trains = (any(id(p) in held for p in m.named_parameters().values()) for m in self._models)
-        learning = [m.module for m, does in zip(self._models, trains, strict=True) if does]
+        held = set(map(id, trained.parameters))
+        named = ((m.module, m.named_parameters().values()) for m in self._models)
+        learning = [module for module, each in named if any(id(p) in held for p in each)]
         shifted = kind == "tokens" and shifts_labels(learning)
         return Weighing(kind, late=late, shifted=shifted)
 
@@ -191,9 +191,9 @@ class Preparation:
 
     def _stored(self, trained: Trained) -> list[torch.Tensor]:
         """Return the parameters that take memory: of models, and trained ones of no model."""
-        of_models = [p for model in self._models for p in model.module.parameters()]
         held = {id(p) for model in self._models for p in model.named_parameters().values()}
-        return [*of_models, *(p for p in trained.parameters if id(p) not in held)]
+        of_none = [p for p in trained.parameters if id(p) not in held]
+        return of_none + [p for model in self._models for p in model.module.parameters()]
 
     def _modules(self) -> list[nn.Module]:
         """Return the sharded models and every other module that names lead to."""
@@ -208,12 +208,9 @@ class Preparation:
         schedulers = find_schedulers(self._namespace).values()
         if spec.manual:
             manual = ManualStep(
-                world=self._world,
-                trained=trained,
-                models=self._models,
-                memory=memory,
+                world=self._world, trained=trained, models=self._models, memory=memory,
                 has_data=has_data,
-            )
+            )  # fmt: skip
             guards = Guards(manual, schedulers)
             manual.runner = CellRunner(cell, self._names, guards)
             return manual, guards
@@ -282,7 +279,7 @@ class Preparation:
         return evaluated
 
     def _stopping(self) -> bool:
-        """Return whether the person has asked this run to stop."""
+        """Whether the person has asked this run to stop."""
         return self._world.page.stopping_run == self._request.run_id
 
     def _schedulers(self, data: Data | None, trained: Trained) -> Schedulers:
@@ -292,7 +289,7 @@ class Preparation:
             trained.optimizers.values(),
             every=spec.scheduler_every,
         )
-        per_epoch = None if data is None else data.steps_per_epoch
+        per_epoch = data.steps_per_epoch if data is not None else None
         epochs = None if steps is None or not per_epoch else steps / per_epoch
         schedulers.check(first_step=self._first_step, steps=steps, epochs=epochs)
         schedulers.check_waiting(evaluates=spec.eval_every is not None)

@@ -16,6 +16,13 @@ out = model(torch.ones(2, 4))
 state = unit._get_fsdp_state()
 (group,) = torch_private.parameter_groups(unit)
 parameter = group.fsdp_params[0]
+shard = parameter.sharded_param.data
+at_end, x = [], torch.ones(1, requires_grad=True)
+def end_noted(gradient):
+    number = torch_private.backward_number()
+    torch_private.at_end_of_backward(lambda: at_end.append(number >= 0))
+x.register_hook(end_noted)
+x.sum().backward()
 """
 
 
@@ -40,6 +47,9 @@ parameter = group.fsdp_params[0]
         "callable(state._pre_forward) and callable(state._post_forward)",
         "isinstance(torch.distributed.distributed_c10d._world.group_count, int)",
         "hasattr(torch.autograd.graph, torch_private.BACKWARD_FUNCTION)",
+        "torch_private.backward_number() == -1 and at_end == [True]",
+        "torch.equal(torch_private.shard_like(shard.to_local(), shard).to_local(), "
+        "shard.to_local())",
     ],
 )
 def test_a_private_name_is_where_it_was(session, expression):

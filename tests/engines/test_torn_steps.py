@@ -40,7 +40,7 @@ def broken(*args):
 second.register_step_pre_hook(broken)
 
 def left():
-    shards = [p.to_local() for p in model.parameters()]
+    shards = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
     states = [v for o in (first, second) for s in o.state.values() for v in s.values()]
     states = [getattr(v, "to_local", lambda v=v: v)() for v in states]
     engine = __import__("builtins")._fsdp_magic_call.__self__
@@ -78,21 +78,27 @@ def test_without_a_snapshot_training_is_refused_until_the_model_is_built_again(s
 
 
 @pytest.mark.parametrize(
-    ("data", "ranks"), [("data", (0,)), ("once", (0, 1)), ("again", (1,)), ("stream", (1,))]
+    ("data", "ranks", "strategy"),
+    [
+        ("data", (0,), "full_shard"),
+        ("once", (0, 1), "zero1"),
+        ("again", (1,), "ddp"),
+        ("stream", (1,), "full_shard"),
+    ],
 )
-def test_with_a_snapshot_every_rank_is_put_back_and_goes_on_exactly(session, data, ranks):
+def test_with_a_snapshot_every_rank_is_put_back_and_goes_on_exactly(session, data, ranks, strategy):
     options = {**OPTIONS, "data": data}
     if data in (
         "once",
         "again",
     ):  # an iterator that can be read once, and batches that are made anew
         options["micro_batch_size"] = None
-    session.model(BUILD, show=False)
+    session.model(BUILD, strategy=strategy, show=False)
     reference = session.train(CELL, steps=8, **options)
     expected = session.pull("left(), seen", rank="all")
     session.run("del model, first, second, scheduler", show=False)
     session.run(RANDOM_AGAIN, show=False)
-    session.model(BUILD, show=False)
+    session.model(BUILD, strategy=strategy, show=False)
     error = torn(session, ranks, snapshot_every=2, **options)
     assert str(error).endswith("every rank is back at the snapshot of step 4.")
     assert [status.steps for status in session.status(show=False)] == [4, 4]

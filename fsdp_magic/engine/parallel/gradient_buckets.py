@@ -22,7 +22,7 @@ from fsdp_magic.engine.collectives import UNITS
 
 BUCKET_BYTES = 4 * MIB
 """A gradient of this size is reduced by itself; smaller ones share buckets of about this size."""
-_MOST_COPIED_BYTES = 4 * BUCKET_BYTES
+_MOST_COPIED_BYTES = 2 * BUCKET_BYTES
 
 
 @dataclass(slots=True)

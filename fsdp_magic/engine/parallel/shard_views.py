@@ -56,7 +56,11 @@ class ShardViews:
         return shard
 
     def link(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
-        """Have a shard's gradient be the rows of the whole one; if either is cleared, both are."""
+        """Have a shard's gradient be the rows of the whole one; if either is cleared, both are.
+
+        To be called before each step of an optimizer.
+        """
+        self._follow(parameter, shard)
         gradient = self.gradient_of(parameter, shard)
         if gradient is None:
             shard.grad = None
@@ -65,6 +69,11 @@ class ShardViews:
             assert isinstance(like, DTensor)
             shard.grad = torch_private.shard_like(rows, like)
             self._linked[id(parameter)] = weakref.ref(gradient)
+
+    def _follow(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
+        """Have a shard be a view again if the person gave its parameter another tensor."""
+        rows = own_rows(parameter.detach(), self._world)
+        torch_private.point_at(shard, rows)
 
     def gradient_of(self, parameter: nn.Parameter, shard: nn.Parameter) -> torch.Tensor | None:
         """Return a whole gradient; one that was cleared through the shard is cleared first."""

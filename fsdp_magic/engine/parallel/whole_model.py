@@ -22,12 +22,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.placement import ParameterPlacement, Placement
+from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.collectives import UNITS
 from fsdp_magic.engine.parallel.gradient_buckets import GradientReduction, buckets_of
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
-from fsdp_magic.engine.parallel.whole_models import forget, living, reduce_after_backward, remember
+from fsdp_magic.engine.parallel.whole_models import (
+    forget,
+    living,
+    reduce_after_backward,
+    remember,
+    replicated,
+    requiring_gradient,
+)
 from fsdp_magic.engine.world import World
 
 
@@ -58,7 +65,7 @@ class WholeModel(ShardedModel):
         remember(self)
         for parameter in module.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
-                with _requiring_gradient(parameter):  # one that is frozen may be trained later
+                with requiring_gradient(parameter):  # one that is frozen may be trained later
                     self._watch(parameter)
         if spec.accumulate_sync == "every":
             self.notes.append(
@@ -83,22 +90,12 @@ class WholeModel(ShardedModel):
 
     def placement(self) -> Placement:
         """Return where every parameter lives; the same on every rank, without communication."""
+        named = self.module.named_parameters()
         return Placement(
             model=self.name,
             strategy=self.strategy,
             world_size=self._world.world_size,
-            parameters=tuple(
-                ParameterPlacement(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    local_shapes=(tuple(parameter.shape),) * self._world.world_size,
-                    dtype=str(parameter.dtype).removeprefix("torch."),
-                    element_bytes=parameter.element_size(),
-                    kind="replicated",
-                    unit="",
-                )
-                for name, parameter in self.module.named_parameters()
-            ),
+            parameters=tuple(replicated(n, p, ranks=self._world.world_size) for n, p in named),
             notes=tuple(self.notes),
         )
 
@@ -199,7 +196,6 @@ class WholeModel(ShardedModel):
             if id(parameter) in self._pending:
                 parameter.grad = None
         self._pending.clear()
-        self._unsynced.clear()
 
     @contextmanager
     def unsynced(self, parameters: Collection[int]) -> Iterator[None]:
@@ -220,7 +216,7 @@ class WholeModel(ShardedModel):
         self._pending.add(id(parameter))
         if self._within_step:
             self._note_in_step(parameter)
-        elif not self._unsynced[id(parameter)]:
+        elif self._unsynced[id(parameter)] <= 0:
             reduce_after_backward(self)
 
     def _note_in_step(self, parameter: nn.Parameter) -> None:
@@ -281,7 +277,7 @@ class WholeModel(ShardedModel):
         self._pending.difference_update(map(id, chosen))
 
     def _is_pending(self, parameter: nn.Parameter) -> bool:
-        if parameter.grad is None or self._unsynced[id(parameter)]:
+        if parameter.grad is None or self._unsynced[id(parameter)] > 0:
             return False
         return id(parameter) in self._pending
 
@@ -293,17 +289,6 @@ class WholeModel(ShardedModel):
     def is_trained(self) -> bool:
         """Whether an optimizer of the newest run holds any of it."""
         return any(id(self.held(p)) in self._trained for p in self.module.parameters())
-
-
-@contextmanager
-def _requiring_gradient(parameter: nn.Parameter) -> Iterator[None]:
-    """Have a parameter require a gradient inside: else torch registers no hook on it."""
-    before = parameter.requires_grad
-    parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        parameter.requires_grad_(before)
 
 
 def _note(model: weakref.ref[WholeModel], parameter: nn.Parameter) -> None:

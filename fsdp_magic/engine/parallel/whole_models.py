@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from fsdp_magic.core.placement import ParameterPlacement
 from fsdp_magic.engine.parallel import torch_private
 
 if TYPE_CHECKING:
@@ -45,6 +47,30 @@ def is_any_held_whole(parameters: Collection[torch.Tensor]) -> bool:
     """Return whether one of some parameters belongs to one."""
     ids = {id(parameter) for parameter in parameters}
     return any(id(p) in ids for model in living() for p in model.module.parameters())
+
+
+def replicated(name: str, parameter: torch.Tensor, *, ranks: int) -> ParameterPlacement:
+    """Return where a parameter lives that every rank holds whole."""
+    return ParameterPlacement(
+        name=name,
+        shape=tuple(parameter.shape),
+        local_shapes=(tuple(parameter.shape),) * ranks,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        element_bytes=parameter.element_size(),
+        kind="replicated",
+        unit="",
+    )
+
+
+@contextmanager
+def requiring_gradient(parameter: nn.Parameter) -> Iterator[None]:
+    """Have a parameter require a gradient inside: else torch registers no hook on it."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
 
 
 def reduce_after_backward(model: WholeModel) -> None:

@@ -28,6 +28,7 @@ from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, make
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
     cast_floating,
+    point_at,
     read_scalars_whole,
     shard_like,
     storage_bytes,
@@ -68,6 +69,7 @@ __all__ = [
     "makes_state",
     "name_in_collectives",
     "parameter_groups",
+    "point_at",
     "put_state_reference",
     "read_scalars_whole",
     "reduce_what_came_late",

@@ -82,3 +82,14 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return _apply_to_tensors(cast, value)
+
+
+def point_at(shard: torch.Tensor, rows: torch.Tensor) -> None:
+    """Have a sharded tensor be of other rows, of the same shape.
+
+    Source: ``reset_sharded_param`` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py), which
+    does it to parameters that were loaded.
+    """
+    assert isinstance(shard, DTensor)
+    if shard._local_tensor.data_ptr() != rows.data_ptr():
+        shard._local_tensor = rows
