@@ -29,6 +29,7 @@ class Order(enum.IntEnum):
     CAST = 2
     CHECKPOINTED = 3
     """What is computed again casts again, and runs what is compiled."""
+    CACHING_NOTHING = 4
 
 
 _LAYERS: weakref.WeakKeyDictionary[nn.Module, dict[Order, Layer]] = weakref.WeakKeyDictionary()
