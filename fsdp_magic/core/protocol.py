@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_magic.core.comparison import CompareRequest, PutBackRequest, SetAsideRequest
 from fsdp_magic.core.completion import CompleteRequest
 from fsdp_magic.core.recovery import RestoreRequest
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, TrainSpec
@@ -219,4 +220,7 @@ Request = (
     | ConsoleRequest
     | RecoverRequest
     | RestoreRequest
+    | SetAsideRequest
+    | CompareRequest
+    | PutBackRequest
 )

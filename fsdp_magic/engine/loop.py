@@ -60,6 +60,7 @@ class StepLoop:
         aftermath: what follows a step.
         undo: puts back what a step that is not finished has changed.
         snapshots: what makes them; None: nobody asked for any.
+        watch: called after each step and all that followed it; None: nobody looks.
         records: of the steps.
         stopped: whether the run ended at the person's wish.
         finished_by_cell: whether it ended because the cell called ``fsdp.stop()`` on some rank.
@@ -78,6 +79,7 @@ class StepLoop:
     aftermath: Aftermath
     undo: StepUndo
     snapshots: Snapshotting | None = None
+    watch: Callable[[], None] | None = None
     records: Records = field(default_factory=Records)
     stopped: bool = False
     finished_by_cell: bool = False
@@ -119,6 +121,8 @@ class StepLoop:
                 self.aftermath.after_epoch(step)
             if self.snapshots is not None:
                 self.snapshots.after_step(step + 1, epoch=self.epoch)
+            if self.watch is not None:
+                self.watch()
 
     @contextmanager
     def _batches_come_again(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -121,9 +122,8 @@ class Preparation:
             count_labels=weighing.count_labels,
         )
         self._total_steps = self._request.steps_left or length(spec, data)
-        parameters = [p for model in self._models for p in model.module.parameters()]
         telemetry.reset_peak()
-        memory = MemoryWatch([*parameters, *trained.parameters], list(trained.optimizers.values()))
+        memory = MemoryWatch(self._stored(trained), list(trained.optimizers.values()))
         size = None if data is None else data.micro_batch_size
         end = None if self._total_steps is None else steps_done + self._total_steps
         self._names.bind({"total_steps": end, "micro_batch_size": size})
@@ -165,8 +165,8 @@ class Preparation:
                 "the loss in the cell"
             )
         held = {id(parameter) for parameter in trained.parameters}
-        modules = [m.module for m in self._models]
-        learning = [m for m in modules if any(id(p) in held for p in m.parameters())]
+        trains = (any(id(p) in held for p in m.named_parameters().values()) for m in self._models)
+        learning = [m.module for m, does in zip(self._models, trains, strict=True) if does]
         shifted = kind == "tokens" and shifts_labels(learning)
         return Weighing(kind, late=late, shifted=shifted)
 
@@ -189,6 +189,12 @@ class Preparation:
             epochs_ended=lambda: after.epochs_ended,
         )
 
+    def _stored(self, trained: Trained) -> list[torch.Tensor]:
+        """Return the parameters that take memory: of models, and trained ones of no model."""
+        of_models = [p for model in self._models for p in model.module.parameters()]
+        held = {id(p) for model in self._models for p in model.named_parameters().values()}
+        return [*of_models, *(p for p in trained.parameters if id(p) not in held)]
+
     def _modules(self) -> list[nn.Module]:
         """Return the sharded models and every other module that names lead to."""
         bound = reachable(self._namespace, nn.Module).values()
@@ -202,7 +208,11 @@ class Preparation:
         schedulers = find_schedulers(self._namespace).values()
         if spec.manual:
             manual = ManualStep(
-                world=self._world, trained=trained, memory=memory, has_data=has_data
+                world=self._world,
+                trained=trained,
+                models=self._models,
+                memory=memory,
+                has_data=has_data,
             )
             guards = Guards(manual, schedulers)
             manual.runner = CellRunner(cell, self._names, guards)

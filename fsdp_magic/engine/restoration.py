@@ -41,6 +41,11 @@ class Restoration:
         self._keeper = keeper
         self._waiting: Awaited | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether the next run puts back what the models that were built do not hold."""
+        return self._waiting is not None
+
     def forget(self) -> None:
         """Wait for nothing any more: another model is built."""
         self._waiting = None
@@ -165,13 +170,19 @@ class Restoration:
         for name, module in subjects.modules.items():
             if name in content.modules:
                 unpacker.module(module, content.modules[name])
-        trained = {id(p) for model in waiting.there(subjects) for p in model.parameters()}
+        there = waiting.there(subjects)
+        models = [model for model in self._keeper.models.values() if model.alive]
+        spread = {id(p): m for m in models for p in m.named_parameters().values()}
         for name, optimizer in subjects.optimizers.items():
             kept = content.optimizers.get(name)
             if kept is None or optimizer in waiting.optimizers or optimizer in waiting.unlike:
                 continue
-            shards = {id(p) for p in parameters_of(optimizer) if isinstance(p, DTensor)}
-            if shards <= trained and unpacker.is_like(optimizer, kept):
+            held = [
+                p for p in parameters_of(optimizer) if isinstance(p, DTensor) or id(p) in spread
+            ]
+            trained = [spread[id(p)].module for p in held if id(p) in spread]
+            is_there = len(trained) == len(held) and all(m in there for m in trained)
+            if is_there and unpacker.is_like(optimizer, kept):
                 put_back_optimizer(unpacker, name, optimizer, kept, waiting)
         put_back_schedulers(unpacker, content, subjects, waiting)
 

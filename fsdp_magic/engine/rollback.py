@@ -8,7 +8,7 @@ everything: its ``Snapshot`` is a copy of this rank's part of it, in memory on t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +134,7 @@ class Snapshot:
         parameters: trained ones beside those of the modules.
         optimizers: whose state and hyperparameters are kept.
         schedulers: whose state is kept.
+        without: ids of parameters of the modules that are not kept.
     """
 
     def __init__(
@@ -142,11 +143,13 @@ class Snapshot:
         parameters: Iterable[torch.Tensor],
         optimizers: Iterable[Optimizer],
         schedulers: Iterable[LRScheduler],
+        *,
+        without: Collection[int] = (),
     ) -> None:
         self._modules = list(modules)
         tensors = {id(p): p for p in parameters}
         for module in self._modules:
-            tensors |= {id(p): p for p in module.parameters()}
+            tensors |= {id(p): p for p in module.parameters() if id(p) not in without}
         self._parameters = [(each, _copy(each), _gradient(each)) for each in tensors.values()]
         self._buffers = _buffers_of(self._modules)
         self._modes = [(m, m.training) for module in self._modules for m in module.modules()]

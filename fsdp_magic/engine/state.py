@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
@@ -36,6 +36,13 @@ from fsdp_magic.engine.whereabouts import LOCATOR
 from fsdp_magic.engine.world import World
 
 
+class PutsBack(Protocol):
+    """What has set models aside."""
+
+    def put_back(self) -> None:
+        """Have everything as it was."""
+
+
 class State:
     """What an engine keeps between cells, and how it runs one.
 
@@ -52,6 +59,7 @@ class State:
         self.position = Position()
         self.steps = 0
         self.epoch = 0
+        self.comparison: PutsBack | None = None
         self._ran_out = False
         self._scaler: GradScaler | None = None
         self._world: World | None = None
@@ -113,6 +121,14 @@ class State:
         """Count from the beginning: a model was built."""
         self.steps, self.epoch, self.position = 0, 0, Position()
         self._scaler = fresh_scaler(self.world.device)
+
+    def end_comparison(self) -> None:
+        """Have everything as it was before a comparison, if one is under way."""
+        comparison, self.comparison = self.comparison, None
+        if comparison is not None:
+            comparison.put_back()
+            del comparison
+            gc.collect()  # modules and what spread them hold themselves in cycles
 
     def enter(self, world: World) -> None:
         """Take a place in the world."""

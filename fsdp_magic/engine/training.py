@@ -132,6 +132,16 @@ class TrainingRun:
         if self._request.spec.trial:
             STEPS.reset()
 
+    def look_at_memory(self) -> None:
+        """Remember this moment if it is the height so far; from any thread."""
+        if self._prepared is not None:
+            self._prepared.memory.look()
+
+    def follow_steps(self, watch: Callable[[], None]) -> None:
+        """Call something after each step and all that follows it; between ``prepare`` and steps."""
+        assert self._prepared is not None
+        self._prepared.loop.watch = watch
+
     def steps(self) -> None:
         """Take the steps.
 

@@ -43,9 +43,11 @@ from fsdp_magic.engine import (
     telemetry,
     training,
 )
+from fsdp_magic.engine.comparison import compare, put_back, set_aside
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.parallel.pretrained import MAPPED
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.recovery import recover, restore
@@ -68,6 +70,8 @@ class Engine(State):
         """
         rank = -1 if self._world is None else self._world.rank
         try:
+            if verb not in _WITHIN_COMPARISON:
+                self.end_comparison()  # nobody came to end it
             with PRINTING.cell(getattr(request, "name", verb)):
                 return VERBS[verb](self, request)
         except BaseException as error:  # the kernel must get an answer whatever happened
@@ -123,7 +127,7 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    with engine.cell(engine.names_of_cells(), code=request.code):
+    with engine.cell(engine.names_of_cells(), code=request.code), MAPPED.in_place():
         with INTERRUPTS.allowed():
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
             engine.lost_models.refuse(cell.used)
@@ -290,4 +294,8 @@ VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
     "console": console,
     "recover": recover,
     "restore": restore,
+    "set_aside": set_aside,
+    "compare": compare,
+    "put_back": put_back,
 }
+_WITHIN_COMPARISON = ("set_aside", "compare", "put_back", "recover", "restore")

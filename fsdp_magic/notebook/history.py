@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from fsdp_magic.core.errors import UsageError
-from fsdp_magic.core.protocol import EvalRequest
+from fsdp_magic.core.protocol import EvalRequest, TrainRequest
 from fsdp_magic.core.recovery import RestoreReport, gone
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.notebook.run import Run
@@ -18,6 +18,7 @@ class History:
     Attributes:
         runs: every ``Run``, also those that raised.
         evaluation: the newest ``%%fsdp_eval`` cell, which ``--eval-every`` runs again.
+        training: the newest ``%%fsdp_train`` cell, which ``%fsdp_compare`` runs again.
         last_frame: the last panel of the present engines, as HTML and as text.
         snapshots_wait: whether engines that are gone left a snapshot, which the models that are
             built next get.
@@ -27,6 +28,7 @@ class History:
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.evaluation: EvalRequest | None = None
+        self.training: TrainRequest | None = None
         self.last_frame: tuple[str, str] | None = None
         self._run_ids = 0
         self._newest: Run | None = None
@@ -133,7 +135,7 @@ class History:
             self.forget_snapshots()
         self.lost_models = tuple(dict.fromkeys((*self.lost_models, *self._models)))
         self._models = ()
-        self._newest = self.evaluation = self.last_frame = None
+        self._newest = self.evaluation = self.training = self.last_frame = None
 
     def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:
         """Return what ``--eval-every`` runs; None: nothing, or the training cell itself.

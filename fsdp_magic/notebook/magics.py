@@ -12,6 +12,7 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.specs import (
     MAGICS,
+    CompareSpec,
     ConsoleSpec,
     EmptySpec,
     EvalSpec,
@@ -25,6 +26,7 @@ from fsdp_magic.core.specs import (
 )
 from fsdp_magic.core.wording import as_typed, quoted
 from fsdp_magic.notebook import display, px, sessions
+from fsdp_magic.notebook.comparison import Comparison
 from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.help import magic_help
 from fsdp_magic.notebook.options import parse
@@ -57,8 +59,7 @@ class FsdpMagics(Magics):
         """Run the cell on every rank, then shard what it built."""
         cell = _body(cell, "fsdp_model")
         session = self._session()
-        defaults = session.spec.strategy_options
-        spec = parse(line, ModelSpec, magic="%%fsdp_model", **defaults)
+        spec = parse(line, ModelSpec, magic="%%fsdp_model", completed=session.spec.completed)
         session.model_from(spec, cell, name=self._name("fsdp_model"))
 
     @line_cell_magic
@@ -88,6 +89,13 @@ class FsdpMagics(Magics):
             return evaluation
         self._variables[spec.output] = evaluation
         return None
+
+    @line_magic
+    def fsdp_compare(self, line: str) -> Comparison:
+        """Run the last training cell under several strategies: one table."""
+        session = self._session()
+        spec = parse(line, CompareSpec, magic="%fsdp_compare", numbers=session.number)
+        return session.compare_from(spec)
 
     @line_magic
     def fsdp_shards(self, line: str) -> None:

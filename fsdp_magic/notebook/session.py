@@ -11,9 +11,10 @@ from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import EvalRequest, ModelRequest, RunRequest, TrainRequest
 from fsdp_magic.core.reply import ModelReport
-from fsdp_magic.core.specs import EvalSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
+from fsdp_magic.core.specs import CompareSpec, EvalSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook import variables as variables_of
+from fsdp_magic.notebook.comparison import Comparison, compare_on
 from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.inspection import Inspection
@@ -95,7 +96,7 @@ class Session(Inspection):
         Returns:
             Where every parameter of the (last) model lives.
         """
-        chosen = {**self.spec.strategy_options, **options}
+        chosen = self.spec.completed(options)
         spec = spec_of({"names": names, **chosen}, ModelSpec, call="session.model")
         return self.model_from(spec, code, show=show, name=name)
 
@@ -175,6 +176,8 @@ class Session(Inspection):
             train_on(self.engines, self._everywhere(request), run, spec, show=show)
         finally:
             self._history.end(run, asked)
+            if run.began:
+                self._history.training = request
             if run.began and weights.back_at is back_at:
                 weights.back_at = None  # they have trained on from there
         return run
@@ -215,6 +218,44 @@ class Session(Inspection):
         if show:
             evaluation.show()
         return evaluation
+
+    @takes_options(CompareSpec)
+    def compare(self, *, show: bool = True, **options: Any) -> Comparison:
+        """Run the last training cell under several strategies, from the same weights and data.
+
+        Weights, optimizers, schedulers, random states and the place in the data are afterwards as
+        before, and the model is spread as before.
+
+        Args:
+            show: show the table.
+            **options: as below; they mean what they mean for ``%fsdp_compare``.
+
+        Returns:
+            Losses, times and memory of each.
+
+        Raises:
+            UsageError: if no training cell has run yet.
+            CellFailedError: if the cell failed; everything is as before.
+        """
+        spec = spec_of(options, CompareSpec, call="session.compare", numbers=self.number)
+        return self.compare_from(spec, show=show)
+
+    def compare_from(self, spec: CompareSpec, *, show: bool = True) -> Comparison:
+        """Compare strategies as a spec asks; see ``compare``."""
+        self.engines.weights.refuse_torn()
+        request = self._history.training
+        if request is None:
+            raise UsageError(
+                "%fsdp_compare runs the last training cell again, and none has run; run a "
+                "%%fsdp_train cell first"
+            )
+        comparison = Comparison(
+            spec, world_size=self.world_size, present=(self.shards(show=False).strategy,)
+        )
+        variants = spec.variants(world_size=self.world_size)
+        compare_on(self.engines, request, comparison, variants, show=show)
+        self._history.last_frame = comparison.last_frame
+        return comparison
 
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""

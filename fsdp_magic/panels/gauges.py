@@ -202,13 +202,13 @@ def breakdown(gauge: Gauge, unit: MemoryUnit) -> str:
     return f"{held} {unit.name}" if held else "nothing used"
 
 
-def legend() -> str:
+def legend(parts: Sequence[Part] = PARTS) -> str:
     """Return the key to the colours."""
     entries = "".join(
         f'<span title="{MEANINGS.get(part.name, part.name)}" style="white-space:nowrap;'
         'margin-right:10px"><span style="display:inline-block;width:9px;height:9px;'
         f'{part.style}"></span> {part.name}</span> '
-        for part in PARTS
+        for part in parts
     )
     return f'<span style="font-size:12px">{entries}</span>'
 

@@ -36,6 +36,7 @@ parameter = group.fsdp_params[0]
         "parameter.mesh_info.shard_mesh_size == 2 and parameter.mesh_info.shard_mesh_rank < 2",
         "isinstance(parameter._module_info.module, torch.nn.Linear)",
         "state._state_ctx.all_states == [state] and state._state_ctx.iter_forward_root is None",
+        "torch_private.state_reference(model)() is state",
         "callable(state._pre_forward) and callable(state._post_forward)",
         "isinstance(torch.distributed.distributed_c10d._world.group_count, int)",
         "hasattr(torch.autograd.graph, torch_private.BACKWARD_FUNCTION)",

@@ -13,7 +13,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from fsdp_magic.core.options import options_of
-from fsdp_magic.core.specs import MAGICS, EvalSpec, InitSpec, TrainSpec
+from fsdp_magic.core.specs import (
+    MAGICS,
+    CompareSpec,
+    EvalSpec,
+    InitSpec,
+    ModelSpec,
+    TrainSpec,
+)
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook import magics, sessions
 
@@ -37,6 +44,10 @@ class FakeSession:
         self._note("eval_from", args, options)
         return "evaluation"
 
+    def compare_from(self, *args: Any, **options: Any) -> str:
+        self._note("compare_from", args, options)
+        return "comparison"
+
     def number(self, flag: str, expression: str) -> float:
         self._note("number", (flag, expression), {})
         return self.values[expression]
@@ -57,7 +68,7 @@ class FakeSession:
             raise self.error
 
     def __getattr__(self, verb: str) -> Callable[..., None]:
-        if verb not in ("console", "run", "model", "shards", "status", "push", "shutdown"):
+        if verb not in ("console", "run", "model_from", "shards", "status", "push", "shutdown"):
             raise AttributeError(verb)
         return lambda *args, **options: self._note(verb, args, options)
 
@@ -125,16 +136,16 @@ def test_a_model_cell_takes_names_and_strategy(
     shell: InteractiveShell, session: FakeSession
 ) -> None:
     ran(shell, '%%fsdp_model --strategy zero3 nets["G"] critic\nnets = 1\n')
-    [(verb, args, options)] = session.calls
-    assert (verb, args) == ("model", ("nets = 1\n", ('nets["G"]', "critic")))
-    assert options["strategy"] == "full_shard"
+    [(verb, args, _)] = session.calls
+    assert verb == "model_from"
+    assert args == (ModelSpec(names=('nets["G"]', "critic")), "nets = 1\n")
 
 
 def test_a_model_cell_without_options_has_the_sessions_defaults(
     shell: InteractiveShell, session: FakeSession
 ) -> None:
     ran(shell, "%%fsdp_model\nmodel = 1\n")
-    assert session.calls[0][2]["strategy"] == "shard_grad_op"
+    assert session.calls[0][1] == (ModelSpec(strategy="shard_grad_op"), "model = 1\n")
 
 
 def test_a_training_cell_becomes_a_spec(shell: InteractiveShell, session: FakeSession) -> None:
@@ -403,3 +414,12 @@ def test_a_cell_magic_on_one_line_says_that_it_takes_a_cell(
     with pytest.raises(UsageError, match="type %%fsdp_train and the code beneath it"):
         shell.run_line_magic("fsdp_train", "--steps 5")
     assert session.calls == []
+
+
+def test_compare_asks_for_the_strategies_of_the_line(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    value = ran(shell, "%fsdp_compare --strategies full_shard,ddp+bf16 --steps 3")
+    spec = CompareSpec(strategies=("full_shard", "ddp+bf16"), steps=3)
+    assert session.calls == [("compare_from", (spec,), {})]
+    assert value == "comparison"

@@ -7,6 +7,7 @@ values once, when it is made.
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_magic.core.specs.compare import CompareSpec
 from fsdp_magic.core.specs.console import ConsoleSpec
 from fsdp_magic.core.specs.evaluate import EvalSpec
 from fsdp_magic.core.specs.init import Device, InitSpec
@@ -19,6 +20,7 @@ from fsdp_magic.core.specs.variables import EmptySpec, NamesSpec, PullSpec, Shar
 __all__ = [
     "MAGICS",
     "STRATEGY_HABITS",
+    "CompareSpec",
     "ConsoleSpec",
     "Device",
     "EmptySpec",
@@ -41,6 +43,7 @@ MAGICS: Mapping[str, type[Any]] = {
     "%%fsdp_model": ModelSpec,
     "%%fsdp_train": TrainSpec,
     "%%fsdp_eval": EvalSpec,
+    "%fsdp_compare": CompareSpec,
     "%fsdp_shards": ShardsSpec,
     "%fsdp_status": EmptySpec,
     "%fsdp_console": ConsoleSpec,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,8 @@ class Order(enum.IntEnum):
     CACHING_NOTHING = 4
 
 
-_LAYERS: weakref.WeakKeyDictionary[nn.Module, dict[Order, Layer]] = weakref.WeakKeyDictionary()
+_KEPT_IN = "_fsdp_magic_layers"
+"""The attribute of a module that holds what lies around its forward, so that it goes with it."""
 
 
 def lay_around(module: nn.Module, order: Order, layer: Layer) -> None:
@@ -43,28 +43,33 @@ def lay_around(module: nn.Module, order: Order, layer: Layer) -> None:
         order: where among the layers.
         layer: makes a function of that which it is around; both take the module first.
     """
-    foreign = "forward" in vars(module) and module not in _LAYERS
+    foreign = "forward" in vars(module) and not has_layers(module)
     if foreign or isinstance(module, torch.jit.ScriptModule):
         return  # it is not ours to replace
-    _LAYERS.setdefault(module, {})[order] = layer
+    vars(module)[_KEPT_IN] = {**_layers(module), order: layer}
     setattr(module, "forward", types.MethodType(forward_of(module), module))  # noqa: B010
 
 
 def bare(root: nn.Module) -> None:
     """Take every layer off the modules of a model that an attempt to spread it left there."""
     for module in root.modules():
-        if _LAYERS.pop(module, None):
+        if vars(module).pop(_KEPT_IN, None):
             del module.forward
 
 
 def has_layers(module: nn.Module) -> bool:
     """Return whether the ``forward`` that a module has of its own is ours."""
-    return module in _LAYERS
+    return _KEPT_IN in vars(module)
 
 
 def forward_of(module: nn.Module) -> Forward:
     """Return the function of a module's class that computes it, with all layers around it."""
     function: Forward = type(module).forward
-    for _, layer in sorted(_LAYERS.get(module, {}).items()):
+    for _, layer in sorted(_layers(module).items()):
         function = layer(function)
     return function
+
+
+def _layers(module: nn.Module) -> dict[Order, Layer]:
+    layers: dict[Order, Layer] = vars(module).get(_KEPT_IN, {})
+    return layers

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import WITHOUT_FORWARD
@@ -26,6 +27,7 @@ from fsdp_magic.engine.parallel.class_source import own_functions
 from fsdp_magic.engine.parallel.forwards import forward_of, has_layers
 
 _FREED_BEFORE_STEPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_HOOK: list[RemovableHandle] = []
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
@@ -41,14 +43,28 @@ def gather_around_calls(root: nn.Module) -> None:
             module.register_forward_hook(_free_after_inference)
 
 
+def forget_calls(root: nn.Module) -> None:
+    """Forget which units the parts of a model belong to, as it is to be spread otherwise."""
+    for _, module in _parts(root):
+        _OWNERS.pop(module, None)
+    _FREED_BEFORE_STEPS.discard(root)
+
+
+def note_calls(root: nn.Module) -> None:
+    """Note it again: it is spread as it was."""
+    for unit, module in _parts(root):
+        _OWNERS[module] = weakref.ref(unit)
+    _FREED_BEFORE_STEPS.add(root)
+
+
 def free_before_steps(root: nn.Module) -> None:
     """Let no optimizer step leave gathered copies of a model's old weights behind.
 
     A forward with gradients keeps parameters gathered for its backward; if none comes, the next
     forward would use them as they were.
     """
-    if not _FREED_BEFORE_STEPS:
-        register_optimizer_step_pre_hook(_free_gathered)
+    if not _HOOK:
+        _HOOK.append(register_optimizer_step_pre_hook(_free_gathered))
     _FREED_BEFORE_STEPS.add(root)
 
 

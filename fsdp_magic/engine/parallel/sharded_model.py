@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -95,9 +95,19 @@ class ShardedModel(ABC):
     def reshard(self) -> None:
         """Free gathered parameters, so that the next forward and any optimizer see the shards."""
 
+    def leave(self) -> None:  # noqa: B027
+        """Forget what is noted about the modules elsewhere: others take this model's place."""
+
+    def come_back(self) -> None:  # noqa: B027
+        """Note it again: the modules are this model's again."""
+
     @abstractmethod
-    def settle(self, *, is_trained: bool) -> None:
-        """Note, as a run begins, whether an optimizer trains any of it."""
+    def settle(self, trained: Collection[int]) -> None:
+        """Note, as a run begins, what of it is trained.
+
+        Args:
+            trained: ids of the parameters that optimizers hold.
+        """
 
     # -- gradients
 
@@ -119,6 +129,18 @@ class ShardedModel(ABC):
 
         Collective: every rank must call this, after the last backward of a step. Gradients that
         are missing here and not on another rank are zeros by now (``Used.settle``).
+        """
+
+    def reduced_here(self) -> set[int]:
+        """Return the ids of whole parameters whose gradients ``reduce`` takes care of."""
+        return set()
+
+    @abstractmethod
+    def fill_missing(self, used: Collection[int]) -> None:
+        """Have zeros as the gradients of parameters that only other ranks used.
+
+        Args:
+            used: ids of the parameters, as optimizers hold them, that some rank used.
         """
 
     @abstractmethod

@@ -11,12 +11,16 @@ from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import (
     activation_checkpointing,
     compiling,
+    ddp,
     forwards,
     fsdp,
     precision,
+    sync_batchnorm,
+    zero1,
 )
-from fsdp_magic.engine.parallel.blocks import blocks
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.unspread import Changes, Shape
+from fsdp_magic.engine.parallel.wrapping import left_notes, wrap
 from fsdp_magic.engine.world import World
 
 Replaced = dict[int, nn.Parameter]
@@ -24,6 +28,9 @@ Replaced = dict[int, nn.Parameter]
 _STRATEGIES: Mapping[str, Callable[..., tuple[ShardedModel, Replaced]]] = {
     "full_shard": fsdp.shard,
     "shard_grad_op": fsdp.shard,
+    "hybrid_shard": fsdp.shard,
+    "zero1": zero1.replicate_with_sharded_state,
+    "ddp": ddp.replicate,
 }
 
 
@@ -48,12 +55,18 @@ def spread(
     precision.refuse_unfit(spec, world)
     compiling.refuse_unfit(spec)
     forwards.bare(module)  # of what an attempt left that was refused
-    units = [(block,) for block in blocks(module)]
-    notes = [
-        *activation_checkpointing.apply(module, units, spec),
-        *compiling.apply(module, units, spec),
+    before = Shape(module.modules())
+    notes = sync_batchnorm.apply(module, spec, world)
+    wrapping = wrap(module, spec.wrap)
+    notes += [
+        *left_notes(name, wrapping),
+        *activation_checkpointing.apply(module, wrapping.units, spec),
+        *compiling.apply(module, wrapping.units, spec),
         *precision.cast_inputs(module, spec),
     ]
-    model, replaced = _STRATEGIES[spec.strategy](module, name=name, spec=spec, world=world)
+    model, replaced = _STRATEGIES[spec.strategy](
+        module, name=name, spec=spec, world=world, units=wrapping.units
+    )
     model.notes += notes
+    Changes(before, module)
     return model, replaced

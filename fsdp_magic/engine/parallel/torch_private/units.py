@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +42,25 @@ def name_in_collectives(unit: Any, name: str) -> None:
         group.post_backward = UNITS.naming(name, group.post_backward)
 
 
+def gather_outside_inference(unit: Any) -> None:
+    """Let what a unit gathers first in inference mode be plain tensors, which can train later."""
+    for group in parameter_groups(unit):
+        group.unshard = _outside_inference(group.unshard)
+        group.wait_for_unshard = _outside_inference(group.wait_for_unshard)
+
+
+def _outside_inference(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            function(*args, **kwargs)
+            return
+        with torch.inference_mode(False), torch.no_grad():  # the former alone would record
+            function(*args, **kwargs)
+
+    return outside
+
+
 def unsharded_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the gathered parameters that gradients of a model arrive at, of units that ran."""
     for _, unit in units(model):
@@ -64,6 +84,18 @@ def sharded_of_unsharded(model: nn.Module) -> dict[int, nn.Parameter]:
         for parameter in group.fsdp_params
         if hasattr(parameter, "_unsharded_param")
     }
+
+
+def set_divide_factor(model: nn.Module, factor: float | None) -> None:
+    """Let reductions divide the sum of gradients by a number; None: by the number of ranks.
+
+    By a division after a sum: gloo knows no premultiplied one. ``FSDPModule`` takes no None, and
+    given the number of ranks torch divides twice where a shard is one rank's (foreach_reduce).
+    """
+    for _, unit in units(model):
+        unit.set_force_sum_reduction_for_comms(True)
+        for group in parameter_groups(unit):
+            group.gradient_divide_factor = factor
 
 
 def settle_root(root: Any) -> None:

@@ -1,0 +1,54 @@
+"""What ranks are asked and report in a comparison of strategies; data only, pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_magic.core.specs import TrainSpec
+from fsdp_magic.core.specs.compare import Variant
+from fsdp_magic.core.telemetry import RunReport
+
+WARM_UP_STEPS = 2
+"""Not timed: the first makes the optimizer's state, and allocators settle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAsideRequest:
+    """Set the models aside as they are, to spread them otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutBackRequest:
+    """Have everything as it was when the models were set aside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRequest:
+    """Train under one strategy, from the weights that were set aside.
+
+    Attributes:
+        code: the training cell.
+        name: its file name in tracebacks.
+        spec: its options, with the steps to take: those that warm up, and those measured.
+        variant: how the models are spread.
+    """
+
+    code: str
+    name: str
+    spec: TrainSpec
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareReport:
+    """What one rank measured under one strategy.
+
+    Attributes:
+        run: the losses of all steps, the samples, and memory at its height with what it is of.
+        seconds: of the steps that were measured; None: the data ended before any.
+        measured_steps: how many those were.
+    """
+
+    run: RunReport
+    seconds: float | None
+    measured_steps: int

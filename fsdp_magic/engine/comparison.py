@@ -1,0 +1,247 @@
+"""ENGINE: a training cell under several strategies, and everything as before afterwards.
+
+Three verbs. ``set_aside`` keeps the models and optimizers as they are; ``compare`` spreads plain
+ones with the same content by one strategy, runs the cell as a run, and drops them again, however
+that ended; ``put_back`` has everything as it was. Only the first needs the other ranks for what
+must not be lost, and it changes nothing before all have agreed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fsdp_magic.core.comparison import (
+    WARM_UP_STEPS,
+    CompareReport,
+    CompareRequest,
+    PutBackRequest,
+    SetAsideRequest,
+)
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.protocol import TrainRequest
+from fsdp_magic.core.reply import Reply
+from fsdp_magic.engine import cells, modeling, randomness
+from fsdp_magic.engine.cells import Cell
+from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.optimizer_steps import STEPS
+from fsdp_magic.engine.optimizers import repoint
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.strategies import spread
+from fsdp_magic.engine.position import Mark
+from fsdp_magic.engine.reachable import reachable
+from fsdp_magic.engine.rollback import Snapshot
+from fsdp_magic.engine.set_aside import SetAside
+from fsdp_magic.engine.state import State
+from fsdp_magic.engine.training import TrainingRun
+
+_LOOK_SECONDS, _LOOKING_SECONDS = 0.0005, 0.2
+_NO_RUN = -1
+"""Number of a run that nobody asks to stop, and whose progress nobody follows."""
+
+
+class Comparison:
+    """What a comparison has set aside.
+
+    Args:
+        engine: whose models they are.
+    """
+
+    def __init__(self, engine: State) -> None:
+        """Copy what is needed; nothing is changed yet.
+
+        Collective: every rank must make its own.
+        """
+        self._engine = engine
+        names = modeling.bound_names(engine.models, engine.namespace)
+        if not names:
+            raise FsdpError(
+                "there is no sharded model to compare strategies on; build one in %%fsdp_model"
+            )
+        if engine.restoration.waits:
+            raise FsdpError(
+                "a snapshot is not wholly put back before the next run; run a %%fsdp_train cell "
+                "first"
+            )
+        self._models_before = dict(engine.models)
+        optimizers = reachable(engine.namespace, Optimizer).values()
+        modules = reachable(engine.namespace, nn.Module).values()
+        schedulers = reachable(engine.namespace, LRScheduler).values()
+        self._specs = {name: engine.models[name].spec for name in names}
+        self._aside = SetAside({n: engine.models[n] for n in names}, optimizers, engine.world)
+        # of the models themselves only buffers and modes: their parameters are set aside
+        own = {id(p) for name in names for p in engine.models[name].module.parameters()}
+        self._rest = Snapshot(modules, (), (), schedulers, without=own)
+        self._random = randomness.capture()
+        self._training = engine.randomness.state
+        self._mark: Mark = engine.position.mark()
+
+    def take(self) -> None:
+        """Take the models away."""
+        for name in self._specs:
+            self._engine.models.pop(name)
+        self._aside.take()
+
+    @contextmanager
+    def spread_by(self, request: CompareRequest) -> Iterator[dict[str, ShardedModel]]:
+        """Have the models spread by another strategy inside.
+
+        Collective: every rank must call this.
+        """
+        engine, world = self._engine, self._engine.world
+        try:
+            for name, module in self._aside.plain().items():
+                spec = request.variant.applied(self._specs[name], world_size=world.world_size)
+                model, replaced = spread(module, name=name, spec=spec, world=world)
+                engine.models[name] = model
+                for optimizer in reachable(engine.namespace, Optimizer).values():
+                    repoint(optimizer, replaced)
+            yield engine.models
+        finally:
+            self._drop()
+
+    def put_back(self) -> None:
+        """Have everything as it was."""
+        self._aside.put_back()
+        self._put_rest_back()
+        self._engine.models.clear()
+        self._engine.models.update(self._models_before)
+
+    def _drop(self) -> None:
+        """Drop the models that are spread now, and what running the cell changed."""
+        for name in self._specs:
+            model = self._engine.models.pop(name, None)
+            if model is not None and model.alive:
+                model.leave()
+        self._aside.forget_plain()
+        self._put_rest_back()
+        STEPS.reset()
+
+    def _put_rest_back(self) -> None:
+        self._rest.restore()
+        randomness.restore(self._random)
+        self._engine.randomness.state = self._training
+        self._engine.position.back(self._mark)
+
+
+class _Measurement:
+    """Finds the height of memory in the steps that warm up, and measures the time of the others.
+
+    Args:
+        run: of the steps.
+        device: waited for where a time is taken.
+
+    Attributes:
+        steps: that were measured; below 0: those that are still to warm up.
+        seconds: that they took; None: there was none.
+    """
+
+    def __init__(self, run: TrainingRun, device: torch.device) -> None:
+        self._run = run
+        self._device = device
+        self._began: float | None = None
+        self.steps = -WARM_UP_STEPS
+        self.seconds: float | None = None
+
+    def tick(self, now: float) -> None:
+        """Look at memory all the while in the steps that warm up; from the service thread.
+
+        The height of a short step lies between two ticks.
+        """
+        while self.steps < 0 and time.monotonic() < now + _LOOKING_SECONDS:
+            self._run.look_at_memory()
+            time.sleep(_LOOK_SECONDS)
+
+    def step_done(self) -> None:
+        """Note that a step, and all that followed it, is done."""
+        self.steps += 1
+        if self.steps < 0:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now
+        else:
+            self.seconds = now - self._began
+
+    def made(self, cell: Cell, engine: State) -> CompareReport:
+        """Take the steps and return what they were like.
+
+        Collective: every rank must call this.
+        """
+        self._run.prepare(cell, evaluation_cell=None, kept=engine)
+        self._run.follow_steps(self.step_done)
+        self._run.steps()
+        report = self._run.report()
+        assert report is not None
+        return CompareReport(
+            run=replace(report, notes=()), seconds=self.seconds, measured_steps=max(0, self.steps)
+        )
+
+
+def set_aside(engine: State, _: SetAsideRequest) -> Reply:
+    """Keep the models and optimizers as they are, and make room for others.
+
+    Collective: every rank must call this.
+    """
+    with engine.cell({}):
+        comparison = Comparison(engine)
+        engine.world.vote.take()  # from here on no rank fails
+    engine.comparison = comparison
+    comparison.take()
+    return Reply(rank=engine.world.rank)
+
+
+def compare(engine: State, request: CompareRequest) -> Reply:
+    """Run the cell under one strategy; the report is its ``CompareReport``.
+
+    Collective: every rank must call this.
+    """
+    comparison = engine.comparison
+    assert isinstance(comparison, Comparison)
+    asked = TrainRequest(code=request.code, name=request.name, run_id=_NO_RUN, spec=request.spec)
+    run = TrainingRun(asked, world=engine.world, names=engine.names, handle=engine.handle)
+    measurement = _Measurement(run, engine.world.device)
+    values = {**engine.names_of_cells(), **run.names()}
+    try:
+        with engine.training_cell(values, code=request.code, kept=False, tick=measurement.tick):
+            cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
+            with comparison.spread_by(request), _unbound(cell.assigned, engine.namespace), run:
+                report = measurement.made(cell, engine)
+    except BaseException as error:
+        INTERRUPTS.close()
+        with cells.forgotten(error):
+            failure = engine.failure(error, "compare", advice="")
+        return Reply(rank=engine.world.rank, failure=failure)
+    finally:
+        gc.collect()  # modules and what spread them hold themselves in cycles
+        engine.give_memory_back()
+    return Reply(rank=engine.world.rank, report=report)
+
+
+def put_back(engine: State, _: PutBackRequest) -> Reply:
+    """Have everything as it was when the models were set aside."""
+    engine.end_comparison()
+    return Reply(rank=engine.world.rank)
+
+
+@contextmanager
+def _unbound(names: Iterable[str], namespace: dict[str, Any]) -> Iterator[None]:
+    """Have the values of names afterwards that they had before."""
+    before = {name: namespace[name] for name in names if name in namespace}
+    try:
+        yield
+    finally:
+        for name in names:
+            namespace.pop(name, None)
+        namespace.update(before)

@@ -1,0 +1,265 @@
+"""Strategies compared: each from the same state, and everything as before, however it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from fsdp_magic.errors import CellFailedError, UsageError
+from fsdp_magic.notebook.session import Session
+
+STRATEGIES = ("full_shard", "shard_grad_op")
+
+BUILT = """
+import torch
+import torch.nn as nn
+torch.manual_seed(1)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)) for _ in range(2)
+        )
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for each in self.blocks:
+            x = x + each(x)
+        return self.head(x) * self.scale
+
+    def score(self, x):
+        return self.scale * x.sum()
+
+model = Net().double()
+model.scale.no_decay = True
+model.register_forward_hook(lambda module, args, out: out)
+teacher = Net().double().eval()
+free = torch.ones(3, dtype=torch.float64, requires_grad=True)
+optimizer = torch.optim.AdamW(
+    [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+     {"params": [p for p in model.parameters() if p.ndim < 2] + [free], "lr": torch.tensor(0.01)}],
+    lr=0.02,
+)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+generator = torch.Generator().manual_seed(2)
+data = list(torch.randint(0, 11, (90,), generator=generator))
+kept = list(model.parameters())
+"""
+CELL = """
+with torch.no_grad():
+    target = teacher(batch)
+loss = (model(batch) - target).pow(2).mean() + (free - 0.3).pow(2).mean()
+"""
+STATE = """
+import random, types
+def content(value):
+    value = value.to_local() if hasattr(value, "to_local") else value
+    return (value.detach().clone(), str(value.dtype)) if isinstance(value, torch.Tensor) else value
+def shape(module):
+    ours = {k: v for k, v in vars(module).items() if not isinstance(v, dict)}
+    inner = {k: [(n, id(x)) for n, x in v.items()] for k, v in vars(module).items()
+             if isinstance(v, dict)}
+    return type(module), {k: id(v) for k, v in ours.items()}, inner
+def state():
+    engine = __import__("builtins")._fsdp_magic_call.__self__
+    return [
+        [(id(p), content(p), p.requires_grad) for p in [*model.parameters(), free, *kept]],
+        [(id(p), vars(p)) for p in model.parameters()],
+        [content(b) for b in [*model.buffers(), *teacher.buffers()]],
+        [[(id(k), {n: content(v) for n, v in s.items()}) for k, s in optimizer.state.items()]],
+        [(id(g), list(map(id, g["params"])), {k: content(v) for k, v in g.items() if k != "params"})
+         for g in optimizer.param_groups],
+        scheduler.state_dict(), torch.get_rng_state(), random.getstate(),
+        [shape(m) for m in [*model.modules(), *teacher.modules()]],
+        engine.steps, engine.epoch, list(engine.models), [id(m) for m in engine.models.values()],
+        [c.place for c in engine.position._cursors], id(loss), loss.item(),
+    ]
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+    return a == b
+"""
+
+
+def trained(session: Session, cell: str = CELL) -> list[float]:
+    """Build and train, note the state on the engines, and return the losses that come next."""
+    session.model(BUILT, names=["model", "teacher"], show=False)
+    options = {"data": "data", "micro_batch_size": 5, "scheduler_every": "step", "show": False}
+    session.train(cell, steps=3, **options)
+    comes = session.train(cell, steps=6, trial=True, **options).losses
+    session.run(STATE, show=False)
+    session.run("before = state()", show=False)
+    return comes
+
+
+def assert_as_before(session: Session) -> None:
+    said = session.run(
+        "after = state()\n"
+        "print([i for i, (a, b) in enumerate(zip(before, after)) if not same(a, b)])",
+        show=False,
+    )
+    assert [each.stdout.strip() for each in said] == ["[]"] * session.world_size
+
+
+def trains_on(session: Session, cell: str = CELL) -> list[float]:
+    run = session.train(
+        cell, data="data", micro_batch_size=5, scheduler_every="step", steps=6, show=False
+    )
+    assert run.first_step == 3
+    return run.losses
+
+
+def test_every_strategy_gives_the_losses_that_come_next_and_all_is_as_before(session) -> None:
+    comes = trained(session)
+    comparison = session.compare(strategies=STRATEGIES, steps=4, show=False)
+    for name in STRATEGIES:
+        assert comparison[name].losses == pytest.approx(comes, rel=1e-12), comparison.last_frame[1]
+        assert comparison[name].seconds_per_step > 0
+        assert comparison[name].samples_per_second > 0
+    assert comparison.largest_difference < 1e-12
+    assert_as_before(session)
+    assert trains_on(session) == comes
+    assert session.pull("model.score(torch.ones(2)).item()") == pytest.approx(
+        2 * session.pull("model.scale").item()
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "failure"),
+    [
+        pytest.param(
+            "step == 5 and rank == 1", "raise ValueError('here')", marks=pytest.mark.nightly
+        ),
+        ("step == 4 and rank == 0", "torch.empty(2**50)"),
+    ],
+)
+def test_a_cell_that_fails_leaves_all_as_before(session, where, failure) -> None:
+    cell = f"{CELL}\nif {where} and failing:\n    {failure}\n"
+    session.run("failing = False", show=False)
+    comes = trained(session, cell)
+    session.run("failing = True", show=False)
+    if "empty" in failure:
+        comparison = session.compare(strategies=STRATEGIES, steps=4, show=False)
+        for name in STRATEGIES:
+            assert "out of memory" in comparison[name].failure
+        assert "out of memory" in comparison.last_frame[1]
+    else:
+        with pytest.raises(CellFailedError, match="ValueError: here"):
+            session.compare(strategies=STRATEGIES, steps=4, show=False)
+    assert_as_before(session)
+    session.run("failing = False", show=False)
+    assert trains_on(session, cell) == comes
+
+
+BREAKS = {
+    "spreading": """
+import fsdp_magic.engine.parallel.fsdp as strategy_file
+whole = strategy_file.gather_around_calls
+def broken(root):
+    if rank == 1:
+        strategy_file.gather_around_calls = whole
+        raise RuntimeError("broken")
+    whole(root)
+strategy_file.gather_around_calls = broken
+""",
+    "the optimizer's step": """
+whole = optimizer.step
+def broken(*args, **kwargs):
+    whole(*args, **kwargs)
+    if rank == 1:
+        del optimizer.step
+        raise RuntimeError("broken")
+optimizer.step = broken
+""",
+    "setting aside": """
+from fsdp_magic.engine import set_aside
+whole = set_aside.ParkedStorages.__init__
+def broken(self, tensors):
+    if rank == 1:
+        set_aside.ParkedStorages.__init__ = whole
+        raise RuntimeError("broken")
+    whole(self, tensors)
+set_aside.ParkedStorages.__init__ = broken
+""",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("where", BREAKS)
+def test_what_breaks_on_one_rank_leaves_all_as_before(session, where) -> None:
+    comes = trained(session)
+    session.run(BREAKS[where], show=False)
+    with pytest.raises(CellFailedError, match="broken"):
+        session.compare(strategies=["shard_grad_op"], steps=4, show=False)
+    session.run(
+        "strategy_file.gather_around_calls = whole"
+        if where == "spreading"
+        else "vars(optimizer).pop('step', None)"
+        if "optimizer" in where
+        else "set_aside.ParkedStorages.__init__ = whole",
+        show=False,
+    )
+    assert_as_before(session)
+    assert trains_on(session) == comes
+
+
+@pytest.mark.nightly
+def test_an_interrupt_leaves_all_as_before(session) -> None:
+    cell = f"{CELL}\nif slow:\n    import time; time.sleep(0.1)\n"
+    session.run("slow = False", show=False)
+    comes = trained(session, cell)
+    session.run("slow = True", show=False)
+    timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        session.compare(strategies=STRATEGIES, steps=50, show=False)
+    timer.join()
+    assert_as_before(session)
+    session.run("slow = False", show=False)
+    assert trains_on(session, cell) == comes
+
+
+def test_a_comparison_that_nobody_ends_is_ended_by_the_next_cell(session) -> None:
+    from fsdp_magic.core.comparison import SetAsideRequest
+    from fsdp_magic.notebook.screen import Nowhere
+
+    comes = trained(session)
+    session.engines.ask("set_aside", dict.fromkeys(range(2), SetAsideRequest()), screen=Nowhere())
+    assert_as_before(session)
+    assert trains_on(session) == comes
+
+
+def test_there_must_be_a_cell_to_compare(session) -> None:
+    with pytest.raises(UsageError, match="none has run"):
+        session.compare(show=False)
+
+
+@pytest.mark.nightly
+def test_memory_of_what_is_set_aside_is_free(session) -> None:
+    session.model(
+        """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+""",
+        show=False,
+    )
+    for _ in range(2):
+        session.train("loss = model(torch.ones(1, 1024)).pow(2).mean()", steps=2, show=False)
+    alone = session.runs[-1].peak_bytes[0]
+    comparison = session.compare(strategies=["full_shard"], steps=2, show=False)
+    measured = comparison["full_shard"].peak_bytes[0]
+    shard = 4 * 1024 * 1024 * 4 / 2
+    assert measured < alone + 0.5 * shard  # its parameters alone are one, its state two
