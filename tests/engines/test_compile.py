@@ -11,7 +11,7 @@ from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import compiling
 from fsdp_magic.errors import FsdpError
 
-STRATEGIES = ("full_shard", "shard_grad_op")
+STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "zero1")
 MODELS = {"gpt2-tied": Case(), "plain": Case(model=PLAIN, cell=PLAIN_CELL)}
 COUNT = """
 import torch

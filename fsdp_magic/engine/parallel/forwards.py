@@ -54,7 +54,7 @@ def bare(root: nn.Module) -> None:
     """Take every layer off the modules of a model that an attempt to spread it left there."""
     for module in root.modules():
         if vars(module).pop(_KEPT_IN, None):
-            del module.forward
+            vars(module).pop("forward", None)
 
 
 def has_layers(module: nn.Module) -> bool:
