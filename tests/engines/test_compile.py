@@ -74,6 +74,28 @@ def test_training_equals_one_process(session, strategy, model, checkpointing):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_blocks_compute_in_bf16_as_others_do(session, strategy):
+    case = Case(model=PLAIN, cell=PLAIN_CELL, dtype="float32")
+    session.run(COUNT, show=False)
+    try:
+        losses = []
+        for compiled in (False, True):
+            session.model(
+                case.built, strategy=strategy, precision="bf16", compile=compiled, show=False
+            )
+            run = session.train(
+                case.cell, data="data", steps=4, no_shuffle=True, micro_batch_size=8, show=False
+            )
+            losses.append(run.losses)
+        assert losses[0] == losses[1]  # the same operations, by the same kernels
+        assert session.pull("counter.frame_count", rank="all") == [1, 1]
+    finally:
+        session.run("compiling.BACKEND = 'inductor'", show=False)
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("checkpointing", [False, "blocks", "selective"])
 def test_inductor_equals_one_process(session, checkpointing):
