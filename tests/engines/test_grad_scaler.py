@@ -13,7 +13,7 @@ from fsdp_magic.core.telemetry import SkippedSteps
 from fsdp_magic.errors import CellFailedError
 from fsdp_magic.notebook.session import Session
 
-STRATEGIES = ("full_shard", "shard_grad_op")
+STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "zero1")
 GLOBAL_BATCH, LR, STEPS, INTERVAL = 16, 0.25, 12, 3
 TOO_LARGE = (0, 1, 5, 9)
 FACTORS = [2.0**20 if step in TOO_LARGE else 2.0**-5 for step in range(STEPS)]
@@ -91,7 +91,13 @@ def check(run: Any, session: Session, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulate", "clip"), [("full_shard", 1, None), ("shard_grad_op", 2, 0.5)]
+    ("strategy", "accumulate", "clip"),
+    [
+        ("full_shard", 1, None),
+        ("zero1", 2, 0.5),
+        pytest.param("shard_grad_op", 2, 0.5, marks=pytest.mark.nightly),
+        pytest.param("ddp", 1, 0.5, marks=pytest.mark.nightly),
+    ],
 )
 def test_it_skips_the_steps_and_takes_the_scales_of_a_plain_loop(
     session, strategy, accumulate, clip
@@ -168,7 +174,10 @@ scales.append(scaler.get_scale())
 """
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    ["full_shard", *(pytest.param(each, marks=pytest.mark.nightly) for each in STRATEGIES[1:])],
+)
 def test_a_manual_cell_uses_torchs_own_scaler(session, strategy):
     build(session, strategy=strategy)
     run = session.train(

@@ -9,7 +9,7 @@ import torch
 from coverings import pairwise
 from low_precision import DTYPES, SECOND_ORDER, built, cell, gradients, loss_in, roundings
 
-STRATEGIES = ("full_shard", "shard_grad_op")
+STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "zero1")
 GLOBAL_BATCH, LR, FACTOR = 16, 0.125, 0.125
 SCALES = {"bf16": 1.0, "fp16": 2.0**16}
 

@@ -10,7 +10,6 @@ of decoders are set aside while it is computed again.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import (
 
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel.blocks import repeated_blocks
+from fsdp_magic.engine.parallel.caches import as_it_is, fill_none, is_cache
 from fsdp_magic.engine.parallel.forwards import Forward, Order, lay_around
 from fsdp_magic.engine.parallel.precision import has_statistics
 
@@ -63,7 +63,7 @@ def apply(module: nn.Module, units: Sequence[tuple[nn.Module, ...]], spec: Model
     for block in blocks:
         if block not in by_themselves:
             _apply_to(block, spec)
-    _without_caches(module)
+    fill_none(module)
     if not blocks:
         return [
             "--activation-checkpointing does nothing here: the model has no repeated blocks, and "
@@ -122,7 +122,7 @@ class _Runs:
         self._module = module
         self._is_first = True
         self._caches = {
-            id(value): _as_it_is(value) for value in (*args, *kwargs.values()) if _is_cache(value)
+            id(value): as_it_is(value) for value in (*args, *kwargs.values()) if is_cache(value)
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,57 +136,7 @@ class _Runs:
     def _before(self, value: Any) -> Any:
         """Return a cache as it was before the first run; anything else as it is."""
         kept = self._caches.get(id(value))
-        return value if kept is None else _as_it_is(kept)
-
-
-def _is_cache(value: Any) -> bool:
-    """Return whether a value is a cache of keys and values, as transformers has them."""
-    return hasattr(value, "update") and hasattr(value, "get_seq_length")
-
-
-def _as_it_is(cache: Any) -> Any:
-    """Return a copy of a cache with the same tensors, which are replaced and not written to."""
-    kept = copy.copy(cache)
-    for name, value in vars(kept).items():
-        if _is_cache(value):
-            setattr(kept, name, _as_it_is(value))
-        elif isinstance(value, list):
-            setattr(kept, name, [copy.copy(layer) for layer in value])
-        elif isinstance(value, dict):
-            setattr(kept, name, dict(value))
-    return kept
-
-
-def _without_caches(module: nn.Module) -> None:
-    """Let a transformers model fill no cache in a forward with gradients.
-
-    Nothing reads it in training, and it would keep what is computed again.
-    """
-    if any(_uses_cache(part) for part in module.modules()):
-        lay_around(module, Order.CHECKPOINTED, _caching_nothing)
-
-
-def _caching_nothing(function: Forward) -> Forward:
-    @functools.wraps(function)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return function(self, *args, **kwargs)
-        configs = {id(c): c for part in self.modules() if (c := _uses_cache(part)) is not None}
-        try:
-            for config in configs.values():
-                config.use_cache = False
-            return function(self, *args, **kwargs)
-        finally:
-            for config in configs.values():
-                config.use_cache = True
-
-    return forward
-
-
-def _uses_cache(module: nn.Module) -> Any:
-    """Return the configuration of a module if it says that a cache is filled."""
-    config = getattr(module, "config", None)
-    return config if getattr(config, "use_cache", None) is True else None
+        return value if kept is None else as_it_is(kept)
 
 
 def _plain() -> Contexts:

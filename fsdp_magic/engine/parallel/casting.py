@@ -101,7 +101,8 @@ class _Casts:
 
         @functools.wraps(function)
         def calling(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(self_) != own or torch.compiler.is_compiling():  # a deep copy, or a part
+            # asked first: the compiler would look out for the identity that it sees
+            if torch.compiler.is_compiling() or id(self_) != own:  # a part, or a deep copy
                 return function(self_, *args, **kwargs)
             is_outermost = not self._depth
             if is_outermost:

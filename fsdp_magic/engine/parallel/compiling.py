@@ -18,6 +18,7 @@ from torch import nn
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel.blocks import repeated_blocks
+from fsdp_magic.engine.parallel.caches import fill_none
 from fsdp_magic.engine.parallel.forwards import Forward, Order, lay_around
 
 BACKEND = "inductor"
@@ -60,6 +61,7 @@ def apply(module: nn.Module, units: Sequence[tuple[nn.Module, ...]], spec: Model
     blocks = repeated_blocks(module) or [m for unit in units for m in unit] or [module]
     for block in blocks:
         lay_around(block, Order.COMPILED, _compiled)
+    fill_none(module)
     # a block that reads its own number is compiled for each
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, len(blocks) + _SPARE_RECOMPILES)

@@ -28,6 +28,7 @@ class Order(enum.IntEnum):
     CAST = 2
     CHECKPOINTED = 3
     """What is computed again casts again, and runs what is compiled."""
+    CACHING_NOTHING = 4
 
 
 _KEPT_IN = "_fsdp_magic_layers"
@@ -53,7 +54,7 @@ def bare(root: nn.Module) -> None:
     """Take every layer off the modules of a model that an attempt to spread it left there."""
     for module in root.modules():
         if vars(module).pop(_KEPT_IN, None):
-            del module.forward
+            vars(module).pop("forward", None)
 
 
 def has_layers(module: nn.Module) -> bool:
