@@ -23,6 +23,7 @@ from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
+from fsdp_magic.engine.parallel.meta import InitialWeights, move
 from fsdp_magic.engine.parallel.methods import (
     forget_calls,
     free_before_steps,
@@ -145,20 +146,22 @@ def shard(
     """
     model = FsdpModel(module, name=name, spec=spec, world=world)
     places = _places(module)
-    _refuse_meta(module, name)
+    initial = InitialWeights(module, name=name, world=world)
     refuse_lossy(module, name)
-    module.to(world.device)
+    move(module, world.device)
     named = [*module.named_parameters(), *module.named_buffers()]
+    named = [(dotted, tensor) for dotted, tensor in named if not tensor.is_meta]
     if take_from_rank_0(named, built=name, world=world):
         model.notes.append(f"the ranks had built {name} differently; all have rank 0's weights now")
     for parameter in module.parameters():
-        if not parameter.is_contiguous():
+        if not parameter.is_meta and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     # FSDP2 cannot cut a scalar, nor what has no rows
     ignored = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
     _refuse_mixed_dtypes(module, ignored)
     model.notes += _chosen_notes(name, module)
     for unit in blocks(module):
+        initial.give(unit)
         fully_shard(
             unit,
             mesh=world.mesh,
@@ -166,6 +169,8 @@ def shard(
             ignored_params=ignored,
         )
         MAPPED.release(places)
+    initial.give(module)
+    initial.check()
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
     torch_private.settle_root(module)
@@ -237,15 +242,6 @@ def _chosen_notes(name: str, module: nn.Module) -> list[str]:
         f"{', '.join(chosen)}: forward may call these on some ranks only, so they are gathered "
         "together with what holds them, not one by one"
     ]
-
-
-def _refuse_meta(module: nn.Module, name: str) -> None:
-    empty = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
-    if empty:
-        raise FsdpError(
-            f"{name} is on the meta device, without weights (first: {empty[0]}); build it on the "
-            "CPU"
-        )
 
 
 def _refuse_mixed_dtypes(module: nn.Module, whole: set[nn.Parameter]) -> None:

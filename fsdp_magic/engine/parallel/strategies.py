@@ -9,6 +9,7 @@ from torch import nn
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel.meta import InitialWeights
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unspread import Changes, Shape
 from fsdp_magic.engine.world import World
@@ -19,6 +20,8 @@ _STRATEGIES: Mapping[str, Callable[..., tuple[ShardedModel, Replaced]]] = {
     "full_shard": fsdp.shard,
     "shard_grad_op": fsdp.shard,
 }
+_CUT_BY_UNIT = ("full_shard", "shard_grad_op", "hybrid_shard")
+"""Strategies that give a model built with ``--meta`` its memory unit by unit."""
 
 
 def spread(
@@ -40,6 +43,16 @@ def spread(
     if spec.strategy not in _STRATEGIES:
         raise FsdpError(f"--strategy {spec.strategy} is not built yet")
     before = Shape(module.modules())
-    spread_model, replaced = _STRATEGIES[spec.strategy](module, name=name, spec=spec, world=world)
+    try:
+        if spec.strategy not in _CUT_BY_UNIT:  # the others are whole on every rank anyway
+            initial = InitialWeights(module, name=name, world=world)
+            initial.give(module)
+            initial.check()
+        spread_model, replaced = _STRATEGIES[spec.strategy](
+            module, name=name, spec=spec, world=world
+        )
+    except BaseException:
+        before.put_back()
+        raise
     Changes(before, module)
     return spread_model, replaced
