@@ -45,6 +45,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/strategies.py
 
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -m nightly

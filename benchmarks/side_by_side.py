@@ -69,14 +69,15 @@ class TorchrunJob:
     one JSON line with another until the socket closes.
 
     Args:
-        script: what the ranks run; it gets the socket's path as its argument.
+        script: what the ranks run; it gets the socket's path as its first argument.
+        arguments: further ones.
 
     Attributes:
         started_at: the monotonic clock just before torchrun was started.
         hellos: what each rank said first.
     """
 
-    def __init__(self, script: str) -> None:
+    def __init__(self, script: str, *arguments: str) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="benchmark-")
         path = str(Path(self._directory.name, "socket"))
         with socket.socket(socket.AF_UNIX) as listener:
@@ -86,7 +87,7 @@ class TorchrunJob:
             self.started_at = time.monotonic()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                 f"--nproc-per-node={RANKS}", str(HERE / script), path],
+                 f"--nproc-per-node={RANKS}", str(HERE / script), path, *arguments],
                 env={**os.environ, **ENVIRONMENT},
                 stdout=sys.stderr,
                 start_new_session=True,

@@ -41,12 +41,13 @@ BOUND = 1.05
 _AGREEMENT = 1e-3
 """Relative; both sides compute in float32 and add up in another order."""
 
-SETUP = f"""
+STRATEGY = "full_shard"
+SETUP = """
 %load_ext fsdp_magic
-session = __import__("fsdp_magic").init(n={RANKS}, device="cpu", show=False)
+session = __import__("fsdp_magic").init(n={ranks}, device="cpu", show=False)
 session.run('''
 import sys
-sys.path.insert(0, {str(HERE)!r})
+sys.path.insert(0, {here!r})
 import torch
 from torchrun_step import LEARNING_RATE, build_data, build_model
 data = build_data()
@@ -54,7 +55,7 @@ data = build_data()
 session.model('''
 model = build_model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-''', strategy="full_shard", show=False)
+''', show=False, **{options})
 import json
 print(json.dumps([rank.pid for rank in session.status(show=False)]))
 """
@@ -124,9 +125,10 @@ class TorchrunSide:
 class NotebookSide:
     """Steps under the magic, in a real kernel."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, strategy: str) -> None:
         self._kernel = kernel
-        self._pids: list[int] = json.loads(kernel.run(SETUP).stdout.splitlines()[-1])
+        setup = SETUP.format(ranks=RANKS, here=str(HERE), options=options_of(strategy))
+        self._pids: list[int] = json.loads(kernel.run(setup).stdout.splitlines()[-1])
         self.series = Series()
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -173,17 +175,26 @@ class NotebookSide:
         }
 
 
-def measure(rounds: int, steps: int) -> dict[str, Any]:
+def options_of(strategy: str) -> dict[str, Any]:
+    """Return the options of a model that is spread by a strategy."""
+    return {"strategy": strategy} | ({"shard_size": 1} if strategy == "hybrid_shard" else {})
+
+
+def measure(rounds: int, steps: int, *, strategy: str = STRATEGY) -> dict[str, Any]:
     """Run both sides in turn, and return the figures."""
     start = machine()
     with ExitStack() as stack:
         jobs = []
         for _ in range(2):
-            jobs.append(TorchrunJob("torchrun_step.py"))
+            jobs.append(TorchrunJob("torchrun_step.py", strategy))
             stack.callback(jobs[-1].close)
         kernel = Kernel()
         stack.callback(kernel.close)
-        plain, again, ours = TorchrunSide(jobs[0]), TorchrunSide(jobs[1]), NotebookSide(kernel)
+        plain, again, ours = (
+            TorchrunSide(jobs[0]),
+            TorchrunSide(jobs[1]),
+            NotebookSide(kernel, strategy),
+        )
         sides: dict[str, Any] = {"torchrun": plain, "notebook": ours, "torchrun again": again}
         for side in sides.values():  # the first steps allocate, compile and connect
             side.take(steps)

@@ -1,11 +1,13 @@
-"""A plain FSDP2 program for ``torchrun``: what ``step_overhead.py`` compares with.
+"""A plain program for ``torchrun``: what ``step_overhead.py`` and ``strategies.py`` compare with.
 
 It knows nothing of fsdp_magic. The loop is the one a person would write: a DataLoader with a
 DistributedSampler, forward, backward, the norm of the gradient by torch's own function, AdamW,
-and both numbers read each step. The model and the data are used by both sides.
+and both numbers read each step. The model is spread with what torch has for a strategy: FSDP2,
+DDP, DDP with ZeroRedundancyOptimizer. The model and the data are used by both sides.
 
-It stays alive: a request on its socket is ``{"steps": K}``, the answer holds the time that the
-K steps took on this rank, and the numbers of each of them.
+Its arguments are a socket's path and a strategy. It stays alive: a request on its socket is
+``{"steps": K}``, the answer holds the time that the K steps took on this rank, and the numbers of
+each of them.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -65,6 +70,29 @@ def total_norm(model: torch.nn.Module) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
+def spread(model: GPT2LMHeadModel, strategy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Spread a model with torch's own means, and return it with its optimizer."""
+    if strategy in ("ddp", "zero1"):
+        replica = DistributedDataParallel(model)
+        if strategy == "ddp":
+            return replica, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        return replica, ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE
+        )
+    mesh = _mesh(strategy)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, reshard_after_forward=strategy != "shard_grad_op")
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+def _mesh(strategy: str) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if strategy == "hybrid_shard":  # replicas of whole models, as few ranks as there are here
+        return init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (ranks,))
+
+
 def main() -> None:
     """Shard the model, then take steps whenever the socket asks for some."""
     connection = socket.socket(socket.AF_UNIX)
@@ -72,12 +100,7 @@ def main() -> None:
     channel = connection.makefile("rw")
 
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = build_model()
-    for block in model.transformer.h:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    model, optimizer = spread(build_model(), sys.argv[2])
     source = batches()
 
     answer: dict[str, object] = {"pid": os.getpid()}

@@ -18,7 +18,11 @@ class Option:
         help: one line, lower case, with the unit.
         takes: a word for its value in help; empty for a flag without a value.
         choices: the values allowed, if they can be listed.
+        alone: the value that the flag means without one, if it may stand alone; the next word is
+            its value only if that is one of its choices.
         habits: other names for the flag that people type by habit.
+        shorthands: flags that say it with a value: ``--bf16`` is ``bf16``; of one whose value
+            holds ``{}``, the value typed after it is put there. None: the flag turns it off.
         many: whether it takes every positional word.
         completes: whose names Tab offers as its value: variables of the engines or of the
             notebook, or the ranks.
@@ -28,7 +32,9 @@ class Option:
     help: str
     takes: str = ""
     choices: tuple[str, ...] = ()
+    alone: str = ""
     habits: tuple[str, ...] = ()
+    shorthands: tuple[tuple[str, str | None], ...] = ()
     many: bool = False
     completes: Completes = ""
 
@@ -39,7 +45,9 @@ def option(
     help: str,
     takes: str = "",
     choices: tuple[str, ...] = (),
+    alone: str = "",
     habits: tuple[str, ...] = (),
+    shorthands: tuple[tuple[str, str | None], ...] = (),
     many: bool = False,
     completes: Completes = "",
 ) -> Any:
@@ -49,7 +57,9 @@ def option(
         help=help,
         takes=takes,
         choices=choices,
+        alone=alone,
         habits=habits,
+        shorthands=shorthands,
         many=many,
         completes=completes,
     )
@@ -57,9 +67,16 @@ def option(
 
 
 def options_of(spec: type[Any]) -> dict[str, Option]:
-    """Return the options of a spec by field name, in order."""
-    return {
+    """Return the options of a spec by field name, in the order that a person reads them.
+
+    That is: what is positional; then in the order of the fields, or a spec's own before those it
+    inherits where it says ``inherited_last``.
+    """
+    declared = {
         field.name: field.metadata["option"]
         for field in dataclasses.fields(spec)
         if "option" in field.metadata
     }
+    own = spec.__annotations__ if getattr(spec, "inherited_last", False) else declared
+    order = sorted(declared, key=lambda name: (not declared[name].many, name not in own))
+    return {name: declared[name] for name in order}

@@ -58,6 +58,7 @@ class Placement:
         world_size: number of ranks.
         parameters: in the model's order, tied ones once.
         notes: sentences a person should read (what was tied, replaced, left alone).
+        replicas: copies of what is sharded; more than one under ``hybrid_shard``.
     """
 
     model: str
@@ -65,6 +66,7 @@ class Placement:
     world_size: int
     parameters: tuple[ParameterPlacement, ...]
     notes: tuple[str, ...] = ()
+    replicas: int = 1
 
     def __repr__(self) -> str:
         """Return one line; the panels show the parameters."""
@@ -83,6 +85,16 @@ class Placement:
     def global_bytes(self) -> int:
         """Bytes of the model, each parameter counted once."""
         return sum(parameter.global_bytes for parameter in self.parameters)
+
+    @property
+    def unit_bytes(self) -> dict[str, int]:
+        """Bytes of each unit when it is gathered, by its name; ``""`` is the root."""
+        sizes: dict[str, int] = {}
+        for parameter in self.parameters:
+            if parameter.kind == "sharded":
+                size = sizes.get(parameter.unit, 0)
+                sizes[parameter.unit] = size + parameter.global_bytes
+        return sizes
 
     @property
     def parameter_count(self) -> int:

@@ -153,6 +153,19 @@ class StepRecords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedSteps:
+    """Steps of a run whose gradients were not finite in fp16, so that no optimizer stepped.
+
+    Attributes:
+        count: how many.
+        scale: what the loss is multiplied by since the last of them.
+    """
+
+    count: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressReport:
     """What one rank publishes twice a second during a run.
 
@@ -171,6 +184,7 @@ class ProgressReport:
         has_losses: whether the cell ever bound a loss.
         evaluations: made so far in the run.
         non_finite_steps: the first few whose loss was not finite on this rank.
+        skipped: by the fp16 scaler, so far; None: none.
         learning_rate: of the first optimizer's first group; None: not a plain number.
         notes: sentences a person should read once.
     """
@@ -191,6 +205,7 @@ class ProgressReport:
     has_losses: bool = True
     evaluations: tuple[EvaluationRecord, ...] = ()
     non_finite_steps: tuple[int, ...] = ()
+    skipped: SkippedSteps | None = None
     learning_rate: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -204,7 +219,7 @@ class RunReport:
         stopped: whether it ended at the person's wish before its last step.
         mean_activity: the device's mean over the run.
         epochs_ended: how many ends of epochs it has passed.
-        accumulate, has_losses, evaluations, non_finite_steps, learning_rate: as in
+        accumulate, has_losses, evaluations, non_finite_steps, skipped, learning_rate: as in
             ``ProgressReport``.
     """
 
@@ -225,5 +240,6 @@ class RunReport:
     evaluations: tuple[EvaluationRecord, ...] = ()
     epochs_ended: int = 0
     non_finite_steps: tuple[int, ...] = ()
+    skipped: SkippedSteps | None = None
     learning_rate: float | None = None
     notes: tuple[str, ...] = ()

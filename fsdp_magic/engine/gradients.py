@@ -7,6 +7,8 @@ reduction over the ranks; it stays on the device.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -55,17 +57,21 @@ def measure(
 
 def square_of(parameters: Sequence[torch.Tensor], *, world_size: int) -> torch.Tensor:
     """Return this rank's part of the square of a gradient's norm; a 0-dim tensor."""
-    sharded = [_local(p.grad) for p in parameters if isinstance(p.grad, DTensor)]
-    whole = [p.grad for p in parameters if p.grad is not None and not isinstance(p.grad, DTensor)]
-    # every rank adds its copy of a whole gradient's square, so each adds its part of it
-    return _square(sharded, parameters) + _square(whole, parameters) / world_size
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            copies = _copies(parameter.grad, world_size)
+            by_copies.setdefault(copies, []).append(_local(parameter.grad))
+    # each rank that has a copy adds its square, so each adds its part of it
+    squares = [_square(copied) / copies for copies, copied in by_copies.items()]
+    return _sum(squares, parameters)
 
 
 def scale(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply the gradient by a 0-dim tensor."""
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    for same in _by_dtype(gradients):
-        torch._foreach_mul_(same, factor.to(same[0].dtype))
+    for same in _by_kind(gradients):
+        torch._foreach_mul_(same, factor.to(same[0]))
 
 
 def clip(parameters: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
@@ -111,21 +117,44 @@ def without_the_uncounted(
         yield
 
 
-def _square(gradients: list[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+def _copies(gradient: torch.Tensor, world_size: int) -> int:
+    """Return how many ranks have the same part of a gradient as this one."""
+    if not isinstance(gradient, DTensor):
+        return world_size
+    mesh = gradient.device_mesh
+    sizes = [mesh.size(axis) for axis, p in enumerate(gradient.placements) if p.is_replicate()]
+    return math.prod(sizes)
+
+
+def _square(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of gradients, in at least float32."""
-    if not gradients:
-        first = parameters[0]
-        kind = torch.promote_types(first.dtype, torch.float32)
-        return torch.zeros((), dtype=kind, device=first.device)
-    norms = [n for same in _by_dtype(gradients) for n in torch._foreach_norm(same, 2.0)]
-    kind = torch.promote_types(norms[0].dtype, torch.float32)
-    return torch.stack([norm.to(kind) for norm in norms]).square().sum()
+    parts = []
+    for same in _by_kind(gradients):
+        norms = torch.stack(torch._foreach_norm(same, 2.0))
+        parts.append(norms.to(torch.promote_types(norms.dtype, torch.float32)).square().sum())
+    return _sum(parts, gradients)
 
 
-def _by_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+def _sum(parts: list[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of 0-dim tensors, in at least float32, on a device where there is one.
+
+    Args:
+        parts: of any device: the gradients of offloaded parameters are on the host.
+        like: what they are of, if there are none.
+    """
+    if not parts:
+        kind = torch.promote_types(like[0].dtype, torch.float32)
+        return torch.zeros((), dtype=kind, device=like[0].device)
+    kind = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    device = next((p.device for p in parts if p.device.type != "cpu"), parts[0].device)
+    return torch.stack([part.to(device=device, dtype=kind) for part in parts]).sum()
+
+
+def _by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors in lists of one dtype and device each."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(groups.values())
 
 

@@ -14,6 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import LBFGS
 
+from fsdp_magic.engine.parallel.zero1 import gather_stepped
+
 
 def work_on_shards(optimizer: LBFGS) -> None:
     """Let an LBFGS read gradients from shards and write updates to them.
@@ -54,3 +56,4 @@ def _add(self: Any, step_size: float, direction: torch.Tensor) -> None:
                 update, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
         parameter.add_(update, alpha=step_size)
+    gather_stepped(self)  # the next forward may come before the step is over

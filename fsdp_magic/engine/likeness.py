@@ -81,7 +81,7 @@ def _words(trained: Trained, models: Sequence[ShardedModel]) -> dict[str, str]:
     words: dict[str, str] = {}
     held_ids = {id(parameter) for parameter in trained.parameters}
     for model in models:
-        named = dict(model.module.named_parameters())
+        named = model.named_parameters()
         if not any(id(p) in held_ids for p in named.values()):
             continue  # one that nothing leads to any more lives until it is collected
         words[f"the model `{model.name}`"] = "is trained"

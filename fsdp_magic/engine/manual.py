@@ -1,14 +1,15 @@
 """ENGINE: a manual step: the cell is one whole step, run as it is written.
 
 Backward, accumulation, clipping, optimizers and schedulers are the cell's. What is left to do
-happens at its calls: after ``backward()`` the gradients of parameters that every rank holds whole
-are averaged, as FSDP2 averages those of sharded ones; ``zero_grad()`` of a module reaches the
+happens at its calls: after ``backward()`` gradients that every rank holds whole are averaged, as
+FSDP2 averages those of shards; ``zero_grad()`` of a module reaches the
 shards; before an optimizer's ``step()`` its gradient is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_magic.core.telemetry import SkippedSteps
 from fsdp_magic.engine import gradients
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
@@ -24,6 +26,7 @@ from fsdp_magic.engine.micro_step import CellRunner, scalar_loss
 from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.parallel import gathering
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.step import names_of, weighted
 from fsdp_magic.engine.telemetry import MemoryWatch
@@ -39,12 +42,14 @@ class ManualStep:
     Args:
         world: the ranks.
         trained: what the bound optimizers hold.
+        models: the sharded models.
         memory: told where memory is at a height.
         has_data: whether ``batch`` is bound.
 
     Attributes:
         runner: runs the cell; set once the guards that watch it are there.
         stepped: the optimizers that the last step stepped.
+        skipped: None: the scaler is the cell's.
     """
 
     runner: CellRunner
@@ -54,14 +59,17 @@ class ManualStep:
         *,
         world: World,
         trained: Trained,
+        models: Sequence[ShardedModel],
         memory: MemoryWatch,
         has_data: bool,
     ) -> None:
         self._world = world
         self._trained = trained
+        self._models = models
         self._memory = memory
         self._has_data = has_data
         self._squares: dict[int, torch.Tensor] = {}
+        self.skipped: SkippedSteps | None = None
         self.stepped: list[Optimizer] = []
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
@@ -98,11 +106,16 @@ class ManualStep:
         self._memory.mark()
         kept = [p for p in self._trained.parameters if p.grad is not None]
         self._trained.used.reset()
-        result = call()
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(model.reducing(is_last=True))
+            result = call()
         flags = Flag.MISSING if self._trained.used.some_missing else Flag.NONE
         agreed, _ = self._world.vote.take(flags)
         if Flag.MISSING in agreed:
             self._trained.used.settle(keep=kept)
+        for model in self._models:
+            model.reduce()
         self._average_whole()
         self._memory.mark_gradients()
         return result

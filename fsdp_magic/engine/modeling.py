@@ -20,6 +20,7 @@ from fsdp_magic.engine.parallel import blocks
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.strategies import spread
 from fsdp_magic.engine.parallel.unfit import refuse_shared_between
+from fsdp_magic.engine.parallel.whole_models import is_whole
 from fsdp_magic.engine.reachable import outermost, reachable
 from fsdp_magic.engine.world import World
 
@@ -174,7 +175,7 @@ def _refuse_replicas(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(child, FSDPModule) for child in module.modules())
+    return any(isinstance(child, FSDPModule) or is_whole(child) for child in module.modules())
 
 
 def _remember(model: ShardedModel, models: Models) -> None:

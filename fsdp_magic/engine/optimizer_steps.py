@@ -3,7 +3,8 @@
 Weights change in ``optimizer.step()`` and nowhere else that we know of. So after a failed cell
 the counts of all ranks tell whether some have taken a step that others have not, or are in the
 middle of one: then the step is torn. Counted in every kind of cell, by torch's own hooks, for the
-optimizers that hold shards or that a run trains; one of a rank's own is that rank's business.
+optimizers that hold a part of a spread model or that a run trains; one of a rank's own is that
+rank's business.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
 
 from fsdp_magic.core.recovery import StepCount
 from fsdp_magic.engine.optimizers import parameters_of
+from fsdp_magic.engine.parallel.whole_models import is_any_held_whole
 
 
 @dataclass(slots=True)
@@ -108,7 +110,8 @@ class OptimizerSteps:
     def _is_shared(self, optimizer: Optimizer) -> bool:
         if optimizer in self._trained:
             return True
-        return any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer))
+        held = parameters_of(optimizer)
+        return any(isinstance(p, DTensor) for p in held) or is_any_held_whole(held)
 
 
 STEPS = OptimizerSteps()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,6 +21,7 @@ from fsdp_magic.engine.evaluation import Evaluator, explained_as_evaluated
 from fsdp_magic.engine.expressions import evaluate
 from fsdp_magic.engine.feeding import length, names_of, open_data
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
+from fsdp_magic.engine.grad_scaler import Scaling, scaling_of
 from fsdp_magic.engine.guards import Guards, Refusing
 from fsdp_magic.engine.likeness import refuse_unlike
 from fsdp_magic.engine.loop import StepLoop
@@ -109,6 +111,7 @@ class Preparation:
             optimizers = trained.optimizers.values()
             before = Snapshot(self._modules(), trained.parameters, optimizers, schedulers)
             self._put_back.callback(before.restore)
+            self._put_back.callback(kept.scaler.load_state_dict, kept.scaler.state_dict())
         self.notes += notes + put_in_train_mode(self._models, trained)
         weighing = self._weighing(cell, trained)
         data = open_data(
@@ -119,13 +122,13 @@ class Preparation:
             count_labels=weighing.count_labels,
         )
         self._total_steps = self._request.steps_left or length(spec, data)
-        parameters = [p for model in self._models for p in model.module.parameters()]
         telemetry.reset_peak()
-        memory = MemoryWatch([*parameters, *trained.parameters], list(trained.optimizers.values()))
+        memory = MemoryWatch(self._stored(trained), list(trained.optimizers.values()))
         size = None if data is None else data.micro_batch_size
         end = None if self._total_steps is None else steps_done + self._total_steps
         self._names.bind({"total_steps": end, "micro_batch_size": size})
-        step, guards = self._step(cell, trained, memory, has_data=data is not None)
+        scaling = scaling_of(self._models, trained.parameters, kept.scaler, world.device)
+        step, guards = self._step(cell, trained, memory, scaling, has_data=data is not None)
         after = self._aftermath(cell, step, data, trained, weighing)
         snapshots = self._snapshots(kept, data, after)
         self._loop = StepLoop(
@@ -162,8 +165,8 @@ class Preparation:
                 "the loss in the cell"
             )
         held = {id(parameter) for parameter in trained.parameters}
-        modules = [m.module for m in self._models]
-        learning = [m for m in modules if any(id(p) in held for p in m.parameters())]
+        trains = (any(id(p) in held for p in m.named_parameters().values()) for m in self._models)
+        learning = [m.module for m, does in zip(self._models, trains, strict=True) if does]
         shifted = kind == "tokens" and shifts_labels(learning)
         return Weighing(kind, late=late, shifted=shifted)
 
@@ -186,13 +189,19 @@ class Preparation:
             epochs_ended=lambda: after.epochs_ended,
         )
 
+    def _stored(self, trained: Trained) -> list[torch.Tensor]:
+        """Return the parameters that take memory: of models, and trained ones of no model."""
+        of_models = [p for model in self._models for p in model.module.parameters()]
+        held = {id(p) for model in self._models for p in model.named_parameters().values()}
+        return [*of_models, *(p for p in trained.parameters if id(p) not in held)]
+
     def _modules(self) -> list[nn.Module]:
         """Return the sharded models and every other module that names lead to."""
         bound = reachable(self._namespace, nn.Module).values()
         return [*(model.module for model in self._models), *bound]
 
     def _step(
-        self, cell: Cell, trained: Trained, memory: MemoryWatch, *, has_data: bool
+        self, cell: Cell, trained: Trained, memory: MemoryWatch, scaling: Scaling, *, has_data: bool
     ) -> tuple[Step, Guards]:
         """Return how a step is taken, and the guards that watch the cell."""
         spec = self._request.spec
@@ -201,6 +210,7 @@ class Preparation:
             manual = ManualStep(
                 world=self._world,
                 trained=trained,
+                models=self._models,
                 memory=memory,
                 has_data=has_data,
             )
@@ -217,6 +227,7 @@ class Preparation:
             max_grad_norm=spec.max_grad_norm,
             stops_at_nan=spec.nan == "stop",
             has_data=has_data,
+            scaling=scaling,
         )
         return automatic, guards
 

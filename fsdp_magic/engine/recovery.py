@@ -6,6 +6,7 @@ from fsdp_magic.core.protocol import RecoverRequest
 from fsdp_magic.core.recovery import RecoverReport, RestoreRequest
 from fsdp_magic.core.reply import Reply
 from fsdp_magic.engine.optimizer_steps import STEPS
+from fsdp_magic.engine.parallel.zero1 import complete_updates
 from fsdp_magic.engine.state import State
 
 
@@ -19,6 +20,8 @@ def recover(engine: State, request: RecoverRequest) -> Reply:
         engine.meet_fresh_ranks(request.replaced)
     for sharded in engine.living_models():
         sharded.forget_iteration()
+    if not request.replaced:  # else no model is left
+        complete_updates(engine.living_models(), engine.world)
     engine.give_memory_back()
     report = RecoverReport(
         steps=engine.steps,

@@ -161,6 +161,7 @@ class Restoration:
     def _count_from(self, unpacker: Unpacker, content: Content) -> None:
         """Have the next run go on from there."""
         self._keeper.steps, self._keeper.epoch = content.step, content.epoch
+        self._keeper.scaler.load_state_dict(content.scaler)
         self._keeper.randomness.state = unpacker.unpack(content.training)
 
     def _put_back_rest(self, unpacker: Unpacker, content: Content, waiting: Awaited) -> None:
@@ -169,13 +170,19 @@ class Restoration:
         for name, module in subjects.modules.items():
             if name in content.modules:
                 unpacker.module(module, content.modules[name])
-        trained = {id(p) for model in waiting.there(subjects) for p in model.parameters()}
+        there = waiting.there(subjects)
+        models = [model for model in self._keeper.models.values() if model.alive]
+        spread = {id(p): m for m in models for p in m.named_parameters().values()}
         for name, optimizer in subjects.optimizers.items():
             kept = content.optimizers.get(name)
             if kept is None or optimizer in waiting.optimizers or optimizer in waiting.unlike:
                 continue
-            shards = {id(p) for p in parameters_of(optimizer) if isinstance(p, DTensor)}
-            if shards <= trained and unpacker.is_like(optimizer, kept):
+            held = [
+                p for p in parameters_of(optimizer) if isinstance(p, DTensor) or id(p) in spread
+            ]
+            trained = [spread[id(p)].module for p in held if id(p) in spread]
+            is_there = len(trained) == len(held) and all(m in there for m in trained)
+            if is_there and unpacker.is_like(optimizer, kept):
                 put_back_optimizer(unpacker, name, optimizer, kept, waiting)
         put_back_schedulers(unpacker, content, subjects, waiting)
 

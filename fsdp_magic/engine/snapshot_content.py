@@ -90,6 +90,7 @@ class Content:
         training, process: random states.
         places: where the next step begins in the data, by what ``--data`` named.
         sequential: those of them that are read in their own order.
+        scaler: of fp16.
     """
 
     step: int
@@ -98,6 +99,7 @@ class Content:
     epochs_ended: int
     training: dict[str, Any]
     process: dict[str, Any]
+    scaler: dict[str, Any]
     places: dict[str, Place]
     sequential: tuple[str, ...]
     models: dict[str, ModuleContent] = field(default_factory=dict)
@@ -174,7 +176,7 @@ class Packer:
             for key, value in optimizer.state.items()
             if id(key) in place
         }
-        own = {i: self._slot(p) for i, p in enumerate(parameters) if self._is_new(p)}
+        own = {i: self._slot(p) for i, p in enumerate(parameters) if self._is_own(p)}
         sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
         return OptimizerContent(
             kind=kind_of(optimizer),
@@ -190,20 +192,29 @@ class Packer:
         """Return a scheduler's content."""
         return SchedulerContent(kind=kind_of(scheduler), state=self.pack(scheduler.state_dict()))
 
+    def _is_own(self, parameter: torch.Tensor) -> bool:
+        """Return whether neither a parameter nor what it is a part of (``zero1``) was packed."""
+        stored = _local(parameter).untyped_storage().data_ptr()
+        packed = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
+        return self._is_new(parameter) and not (stored and stored in packed)
+
     def _is_new(self, tensor: torch.Tensor) -> bool:
         new = id(tensor) not in self._packed
         self._packed.add(id(tensor))
         return new
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-        self.tensors.append(local)
+        self.tensors.append(_local(tensor))
         return Slot(
             index=len(self.tensors) - 1,
             shape=tensor.shape if isinstance(tensor, DTensor) else None,
             stride=tensor.stride(),
             on_host=tensor.device.type == "cpu",
         )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def kind_of(value: object) -> str:

@@ -109,6 +109,8 @@ class Unpacker:
         parameters = parameters_of(optimizer)
         if tuple(tuple(parameter.shape) for parameter in parameters) != content.shapes:
             return False
+        if any(_is_cut_unlike(parameters[i], state) for i, state in content.state.items()):
+            return False
         return all(self._fits(parameters[i], slot) for i, slot in content.own.items())
 
     def _fits(self, tensor: torch.Tensor, slot: Slot) -> bool:
@@ -132,6 +134,13 @@ class Unpacker:
             shape=slot.shape,
             stride=slot.stride,
         )
+
+
+def _is_cut_unlike(parameter: torch.Tensor, state: Any) -> bool:
+    """Return whether state of a shard was kept and the parameter is whole now."""
+    slots = state.values() if isinstance(state, dict) else ()
+    cut = any(isinstance(slot, Slot) and slot.shape is not None for slot in slots)
+    return cut and not isinstance(parameter, DTensor)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

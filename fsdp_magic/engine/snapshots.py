@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.units import KIB, bytes_text
@@ -33,6 +34,10 @@ class Keeper(Protocol):
     position: Position
     steps: int
     epoch: int
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The fp16 scaler."""
 
     @property
     def randomness(self) -> TrainingRandomness:
@@ -131,6 +136,7 @@ class Snapshots:
         _show_shards(self._keeper.models.values())
         return {
             "training": packer.pack(randomness.capture()),
+            "scaler": self._keeper.scaler.state_dict(),
             "process": packer.pack(self._keeper.randomness.outside),
             "models": {n: packer.module(each) for n, each in subjects.models.items()},
             "modules": {n: packer.module(each) for n, each in subjects.modules.items()},

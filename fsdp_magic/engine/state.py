@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 
 from fsdp_magic.core.reply import Failure
 from fsdp_magic.engine import cells, out_of_memory, randomness
 from fsdp_magic.engine.cell_events import CellEvents
 from fsdp_magic.engine.children import children_end
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
+from fsdp_magic.engine.grad_scaler import fresh_scaler
 from fsdp_magic.engine.groups import is_broken_transport
 from fsdp_magic.engine.held import much_held
 from fsdp_magic.engine.interrupts import INTERRUPTS, ReleasedByPeerError
@@ -59,6 +61,7 @@ class State:
         self.epoch = 0
         self.comparison: PutsBack | None = None
         self._ran_out = False
+        self._scaler: GradScaler | None = None
         self._world: World | None = None
         self._service: Service | None = None
         self._randomness: TrainingRandomness | None = None
@@ -77,6 +80,12 @@ class State:
         """The random state of training cells."""
         assert self._randomness is not None
         return self._randomness
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The fp16 scaler of training cells."""
+        assert self._scaler is not None
+        return self._scaler
 
     @property
     def handle(self) -> FsdpInCells:
@@ -111,6 +120,7 @@ class State:
     def start_anew(self) -> None:
         """Count from the beginning: a model was built."""
         self.steps, self.epoch, self.position = 0, 0, Position()
+        self._scaler = fresh_scaler(self.world.device)
 
     def end_comparison(self) -> None:
         """Have everything as it was before a comparison, if one is under way."""
@@ -123,6 +133,7 @@ class State:
     def enter(self, world: World) -> None:
         """Take a place in the world."""
         self._world = world
+        self._scaler = fresh_scaler(world.device)
         LOCATOR.enter(world)
         self._service = Service(world)
         self._randomness = TrainingRandomness(world.request.seed, world.rank)
@@ -141,7 +152,7 @@ class State:
         self.restoration.forget()
         self.lost_models.lose(self.living_models())
         self.models.clear()
-        self.steps, self.epoch, self.position = 0, 0, Position()
+        self.start_anew()
         source = next(r for r in range(self.world.world_size) if r not in replaced)
         said = [(self.lost_models.told(), randomness.capture())]
         dist.broadcast_object_list(said, src=source)

@@ -17,9 +17,11 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.telemetry import SkippedSteps
 from fsdp_magic.engine import gradients, optimizer_state
 from fsdp_magic.engine.batches import token_count
 from fsdp_magic.engine.data import StepBatches
+from fsdp_magic.engine.grad_scaler import NoScaling, Scaling
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.micro_step import Bound, CellRunner, checked_loss
 from fsdp_magic.engine.optimizers import with_gradients
@@ -37,6 +39,10 @@ class Step(Protocol):
 
     stepped: list[Optimizer]
     """The optimizers that the last step stepped."""
+
+    @property
+    def skipped(self) -> SkippedSteps | None:
+        """Steps that the fp16 scaler skipped; None: none. For any thread."""
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
         """Take a step.
@@ -58,6 +64,7 @@ class AutomaticStep:
         max_grad_norm: None: no clipping.
         stops_at_nan: whether a loss that is not finite ends the run before its step.
         has_data: whether ``batch`` is bound.
+        scaling: of the loss, for fp16.
     """
 
     runner: CellRunner
@@ -68,7 +75,13 @@ class AutomaticStep:
     max_grad_norm: float | None
     stops_at_nan: bool
     has_data: bool
+    scaling: Scaling = field(default_factory=NoScaling)
     stepped: list[Optimizer] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> SkippedSteps | None:
+        """Steps that the fp16 scaler skipped; None: none."""
+        return self.scaling.skipped
 
     def take(self, step: int, batches: StepBatches, weights: Weights) -> StepResult:
         """Take a step.
@@ -83,10 +96,12 @@ class AutomaticStep:
             loss = loss * _inverse(total).to(loss.dtype)
         if self.max_grad_norm is not None:
             gradients.clip(self.trained.parameters, norm, self.max_grad_norm)
-        self.stepped = with_gradients(self.trained.optimizers.values())
+        skips = self.scaling.skips(norm)
+        self.stepped = [] if skips else with_gradients(self.trained.optimizers.values())
         optimizer_state.make_missing(self.stepped)
         self.world.vote.take()  # from here on no rank can fail but in its own optimizer
         self._update()
+        self.scaling.update(norm)
         return StepResult(
             loss=loss,
             grad_norm=norm,
@@ -127,7 +142,7 @@ class AutomaticStep:
 
     def _backward(self, loss: torch.Tensor, weight: Weight) -> None:
         with INTERRUPTS.allowed(), gradients.without_the_uncounted(self._leaves(), weight):
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            self.scaling.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
         self.memory.mark_gradients()
 
     def _leaves(self) -> Iterator[torch.Tensor]:
@@ -155,6 +170,7 @@ class AutomaticStep:
             for model in self.models:
                 model.reduce()
             gradients.reduce_whole(self.trained.whole)
+            self.scaling.unscale(self.trained.parameters)
             return gradients.measure(
                 self.trained.parameters, world_size=self.world.world_size, weight=weight
             )

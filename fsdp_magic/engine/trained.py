@@ -30,7 +30,7 @@ class Trained:
     Attributes:
         optimizers: by name; every one of them steps.
         parameters: every parameter in them, once.
-        whole: those of them that each rank holds whole.
+        whole: those of them that each rank holds whole and no model reduces.
         used: which of them a step used.
     """
 
@@ -74,14 +74,15 @@ def find_trained(
     _refuse_foreign(optimizers, models)
     held = {id(parameter) for parameter in parameters}
     for model in models:
-        model.settle(is_trained=any(id(p) in held for p in model.named_parameters().values()))
-    whole = [p for p in parameters if not isinstance(p, DTensor)]
+        model.settle(held)
+    reduced = set().union(*(model.reduced_here() for model in models))
+    whole = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in reduced]
     trained = Trained(
         optimizers=optimizers, parameters=parameters, whole=whole, used=Used(parameters, models)
     )
     return trained, [
         *_unoptimized(models, parameters),
-        *_unbound(namespace, optimizers),
+        *_unbound(namespace, optimizers, models),
         *_stale(namespace, models),
     ]
 
@@ -102,7 +103,7 @@ def take_whole_from_rank_0(trained: Trained, world: World) -> list[str]:
 
 def _refuse_foreign(optimizers: Mapping[str, Optimizer], models: list[ShardedModel]) -> None:
     """Raise if an optimizer trains shards that are not ours: their gradients would be averaged."""
-    ours = {id(p) for model in models for p in model.module.parameters()}
+    ours = {id(p) for model in models for p in model.named_parameters().values()}
     for name, optimizer in optimizers.items():
         if any(isinstance(p, DTensor) and id(p) not in ours for p in parameters_of(optimizer)):
             raise FsdpError(
@@ -112,10 +113,15 @@ def _refuse_foreign(optimizers: Mapping[str, Optimizer], models: list[ShardedMod
             )
 
 
-def _unbound(namespace: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> list[str]:
+def _unbound(
+    namespace: Mapping[str, Any], optimizers: Mapping[str, Optimizer], models: list[ShardedModel]
+) -> list[str]:
     """Name optimizers of parameters that no name leads to: those of a part that was replaced."""
     modules = reachable(namespace, nn.Module).values()
     bound = {id(p) for module in modules for p in module.parameters()}
+    present = {id(module) for module in modules}
+    named = (m.named_parameters() for m in models if id(m.module) in present)
+    bound |= {id(parameter) for each in named for parameter in each.values()}
     holders = (Optimizer, LRScheduler)
     names = [n for n, v in namespace.items() if n[0] != "_" and not isinstance(v, holders)]
     bound |= {id(tensor) for tensor in reachable(namespace, torch.Tensor, names=names).values()}
@@ -149,11 +155,11 @@ def _unoptimized(models: list[ShardedModel], parameters: list[torch.Tensor]) -> 
     missing = [
         f"{model.name}.{name}"
         for model in models
-        for name, parameter in model.module.named_parameters()
+        for name, parameter in model.named_parameters().items()
         if parameter.requires_grad and id(parameter) not in held
     ]
     # a model no part of which is optimized is a teacher, not a mistake
-    partly = [m for m in models if any(id(p) in held for p in m.module.parameters())]
+    partly = [m for m in models if any(id(p) in held for p in m.named_parameters().values())]
     missing = [name for name in missing if any(name.startswith(f"{m.name}.") for m in partly)]
     if not missing:
         return []
@@ -169,7 +175,8 @@ def put_in_train_mode(models: list[ShardedModel], trained: Trained) -> list[str]
     held = {id(parameter) for parameter in trained.parameters}
     changed = []
     for model in models:
-        if any(id(p) in held for p in model.module.parameters()) and not model.module.training:
+        is_trained = any(id(p) in held for p in model.named_parameters().values())
+        if is_trained and not model.module.training:
             model.module.train()
             changed.append(model.name)
     for optimizer in trained.optimizers.values():

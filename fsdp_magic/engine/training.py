@@ -199,6 +199,7 @@ class TrainingRun:
             has_losses=loop.records.has_losses,
             evaluations=tuple(run.after.evaluations),
             non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
+            skipped=loop.step.skipped,
             learning_rate=_learning_rate(run.trained.optimizers.values()),
             notes=self._all_notes(run),
         )
@@ -229,6 +230,7 @@ class TrainingRun:
             has_losses=loop.records.has_losses,
             evaluations=tuple(run.after.evaluations),
             non_finite_steps=tuple(self._first_step + i for i in loop.records.non_finite),
+            skipped=loop.step.skipped,
             learning_rate=_learning_rate(run.trained.optimizers.values()),
             notes=self._all_notes(run),
         )

@@ -2,8 +2,8 @@
 
 FSDP2 counts a gradient that is missing on this rank as zeros, so that ranks may use different
 parts of a unit. A parameter that no rank used in the whole step must stay without gradient, as in
-one process: an optimizer with weight decay would move it. What FSDP2 reduced is noted by
-``parallel/fsdp.py``; a whole parameter was used if it has a gradient.
+one process: an optimizer with weight decay would move it. What a backward used of a model is
+noted by the model; a parameter of none was used if it has a gradient.
 """
 
 from __future__ import annotations
@@ -61,19 +61,22 @@ class Used:
         used = self._used_ids()
         flags = torch.tensor([_is_used(p, used) for p in trained], dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # a CPU tensor: over the control group
+        some_used = {id(p) for p, flag in zip(trained, flags.tolist(), strict=True) if flag}
+        for model in self._models:
+            model.fill_missing(some_used)
         for parameter, anywhere in zip(trained, flags.tolist(), strict=True):
             if not anywhere:
                 if id(parameter) not in kept:
                     parameter.grad = None
             elif parameter.grad is None and not isinstance(parameter, DTensor):
                 parameter.grad = torch.zeros_like(parameter)
-        return any(flags.tolist())
+        return bool(some_used)
 
     def _used_ids(self) -> set[int]:
         return set().union(*(model.used for model in self._models))
 
 
 def _is_used(parameter: torch.Tensor, used: set[int]) -> bool:
-    if isinstance(parameter, DTensor):
-        return id(parameter) in used
-    return parameter.grad is not None
+    if id(parameter) in used:
+        return True
+    return not isinstance(parameter, DTensor) and parameter.grad is not None

@@ -25,6 +25,7 @@ from fsdp_magic.engine.swappable_group import BACKEND, Surroundings
 from fsdp_magic.engine.vote import Vote
 
 DATA_PARALLEL = "dp"
+REPLICATE, SHARD = "replicate", "shard"
 _SETTLE_SECONDS, _LOOK_SECONDS = 0.2, 0.002
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Our own watch ends a wait; torch's timeout would end a person's debugger session."""
@@ -74,18 +75,43 @@ class World:
         self.mesh: DeviceMesh = init_device_mesh(
             self.device.type, (request.world_size,), mesh_dim_names=(DATA_PARALLEL,)
         )
+        self._hybrid_meshes: dict[int, DeviceMesh] = {}
         self.groups.end_start()
         keep_default_group()
         if request.generation > 1:  # the others recover meanwhile, and do this too
             self._begin_to_agree()
         self.vote = self._fresh_vote()
+        self._gradients_group: dist.ProcessGroup | None = None
         self.page.note_idle(self.rank)
         seed_all(request.seed)
+
+    def hybrid_mesh(self, shard_size: int) -> DeviceMesh:
+        """Return the mesh of two axes, ``replicate`` and ``shard``, for so many ranks a shard.
+
+        Collective: every rank must call this, the first time for a size; later ones only look.
+        """
+        if shard_size not in self._hybrid_meshes:
+            shape = (self.world_size // shard_size, shard_size)
+            self._hybrid_meshes[shard_size] = init_device_mesh(
+                self.device.type, shape, mesh_dim_names=(REPLICATE, SHARD)
+            )
+        return self._hybrid_meshes[shard_size]
 
     @property
     def released(self) -> bool:
         """Whether the transports of this generation were given up."""
         return self.page.released_generation >= self.groups.generation
+
+    def gradients_group(self) -> dist.ProcessGroup:
+        """Return the group of whole gradients, which are reduced while a backward runs.
+
+        It is their own, so that collectives of the person's code never come in between.
+
+        Collective: every rank must call this.
+        """
+        if self._gradients_group is None:
+            self._gradients_group = dist.new_group()
+        return self._gradients_group
 
     def release(self) -> None:
         """Free every rank that waits for another; safe from any thread."""
@@ -121,6 +147,8 @@ class World:
                 f"this process group was made before {ranks} had {fresh} not in it; "
                 "make it again on every rank: dist.new_group()"
             )
+            self._hybrid_meshes.clear()  # a model that is built again makes its own
+            self._gradients_group = None
         self.groups.reconnect(generation)
         self._begin_to_agree()
         self.vote = self._fresh_vote()

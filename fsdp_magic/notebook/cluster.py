@@ -20,16 +20,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fsdp_magic.core.channel import Asked, Finished, Published, Ready, Unreadable
+from fsdp_magic.core.channel import Asked, Ready, Unreadable
 from fsdp_magic.core.errors import CellInterrupted, FsdpError
 from fsdp_magic.core.page import Page
 from fsdp_magic.core.reply import HelloReport
-from fsdp_magic.core.wording import as_typed
 from fsdp_magic.notebook.channel import Channels
 from fsdp_magic.notebook.cluster_files import empty, new_page
 from fsdp_magic.notebook.controller_road import Client, ControllerRoad
+from fsdp_magic.notebook.conversation import Conversation
 from fsdp_magic.notebook.deaths import Death, controller_ended
-from fsdp_magic.notebook.events import Answered, Died, Events, event_of
+from fsdp_magic.notebook.events import Events
 from fsdp_magic.notebook.fork_server import ForkServer
 from fsdp_magic.notebook.live import Interruptions
 from fsdp_magic.notebook.processes import Processes
@@ -51,7 +51,6 @@ class Cluster:
     Attributes:
         directory: a 0700 directory for the connection files, logs, rendezvous and page.
         page: the page shared with the engines.
-        lost: what the last request lost of what engines said; None: nothing.
     """
 
     def __init__(
@@ -68,9 +67,7 @@ class Cluster:
         self.directory = tempfile.mkdtemp(prefix="fsdp_magic-") if not server else server.directory
         empty(self.directory)
         self.page = Page(new_page(Path(self.directory, "page"), n))
-        self._events: Events | None = None
-        self._number = 0
-        self.lost: FsdpError | None = None
+        self._conversation = Conversation()
         self._ready: dict[int, Ready] = {}
         self._orders: dict[int, int] = {}
         self._changed = threading.Event()
@@ -240,9 +237,7 @@ class Cluster:
         Returns:
             Where everything that they then say arrives.
         """
-        events: Events = Events()
-        self._number += 1
-        self._events, self.lost = events, None
+        events = self._conversation.begin()
         for engine_id, (verb, request) in asked.items():
             order = self._orders.get(engine_id)
             if order is not None:
@@ -251,7 +246,7 @@ class Cluster:
                 road = ControllerRoad(self.client, self._processes.loop)
                 road.send(engine_id, verb, request, events)
             else:
-                message = Asked(number=self._number, verb=verb, request=request)
+                message = Asked(number=self._conversation.number, verb=verb, request=request)
                 self._channels.send(order, message)
         return events
 
@@ -264,31 +259,18 @@ class Cluster:
             return
         if isinstance(message, Unreadable):
             raise ValueError(message.reason)
-        events = self._events
-        if events is None or message.number != self._number:
-            return  # of a request that nobody follows any more
-        engine_id = self._ready[order].engine_id
-        match message:
-            case Published():
-                event = event_of(engine_id, message.message())
-                if event is not None:
-                    events.put(event)
-            case Finished():
-                events.put(Answered(engine_id=engine_id, reply=message.answer()))
+        self._conversation.hear(self._ready[order].engine_id, message)
 
     def _note_loss(self, order: int, message: Any, error: Exception) -> None:
-        """Note that something an engine said could not be taken; in the thread that reads.
+        """Note that something an engine said could not be taken; in the thread that reads."""
+        ready = self._ready.get(order)
+        engine_id = None if ready is None else ready.engine_id
+        self._conversation.note_loss(engine_id, message, error, order=order)
 
-        The request fails once every engine has answered it; one whose answer it may have been
-        has none to wait for.
-        """
-        self.lost = FsdpError(
-            f"what engine {order} sent cannot be read in the notebook: {as_typed(str(error))}; "
-            "the engines are in order, and go on with the next cell"
-        )
-        events, ready = self._events, self._ready.get(order)
-        if events is not None and ready is not None and not isinstance(message, Published):
-            events.put(Answered(engine_id=ready.engine_id, reply=self.lost))
+    @property
+    def lost(self) -> FsdpError | None:
+        """What the last request lost of what engines said; None: nothing."""
+        return self._conversation.lost
 
     def interrupt(self, engine_ids: list[int]) -> None:
         """Send SIGINT to engines."""
@@ -319,7 +301,6 @@ class Cluster:
         return self._watch.controller_death
 
     def _note_death(self, engine_id: int, code: int | None) -> None:
-        if self._events is not None:
-            self._events.put(Died(engine_id=engine_id, exit_code=code))
+        self._conversation.note_death(engine_id, code)
         self._client.note_end(engine_id)
         self._changed.set()

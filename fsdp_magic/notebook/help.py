@@ -89,12 +89,15 @@ def _aligned(rows: list[tuple[str, str]]) -> str:
 def _usage(option: Option) -> str:
     if option.many:
         return f"{option.takes}…"
-    return " ".join(filter(None, (option.flags[0], option.takes)))
+    takes = f"[{option.takes}]" if option.alone else option.takes
+    return " ".join(filter(None, (option.flags[0], takes)))
 
 
 def _described(option: Option, default: object) -> str:
     """Return the help of an option with its choices, and its default where it is a value."""
     more = [f"one of {', '.join(option.choices)}"] if len(option.choices) > 1 else []
+    if option.alone:
+        more.append(f"{option.alone} where none is given")
     if default is not None and not isinstance(default, (bool, tuple)):
         more.append(f"default {default}")
     return f"{option.help} ({'; '.join(more)})" if more else option.help
@@ -119,6 +122,8 @@ _MAGICS: dict[str, tuple[str, str]] = {
         """
         The engines live until %fsdp_shutdown, or until the kernel ends. Typed again, it finds the
         session that is running. It returns the session: session = %fsdp_init
+        The options from --strategy on are what %%fsdp_model takes for every model of the session
+        unless it is told otherwise.
         """,
         "%fsdp_init -n 2 --memory-limit 2GiB",
     ),
@@ -135,10 +140,11 @@ _MAGICS: dict[str, tuple[str, str]] = {
     "%%fsdp_model": (
         """
         Write the model and its optimizer as for one device: modules are sharded in place, and
-        optimizers follow them.
+        optimizers follow them. What %fsdp_init was told stands for every model; a word without a
+        value is taken back for one by its --no-: --no-compile, --no-cpu-offload.
         """,
         """
-        %%fsdp_model --strategy full_shard
+        %%fsdp_model --strategy full_shard --precision bf16 --activation-checkpointing
         model = AutoModelForCausalLM.from_config(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         """,

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_magic.core.options import Completes, Option, options_of
 from fsdp_magic.core.specs import MAGICS, STRATEGY_HABITS
-from fsdp_magic.notebook.options import flags_of, normal
+from fsdp_magic.notebook.options import flags_of, needs_value, normal, takes_value
 
 _LINE = re.compile(r"\s*(?:[^%=]*=\s*)?(%%?fsdp\w*)\s(.*)", re.DOTALL)
 _WORD = re.compile(r"""(?:[^\s"']|"[^"]*(?:"|$)|'[^']*(?:'|$))+""")
@@ -64,10 +64,14 @@ def wanted_at(line: str) -> Wanted | None:
     waiting = _waiting_for_value(words, options, flags)
     if waiting is not None:
         return _value(waiting, fragment)
+    last = flags.get(normal(words[-1])) if words else None
+    if last is not None and options[last].alone:
+        return _either(_value(options[last], fragment), _next_word(words, fragment, options, flags))
     if fragment.startswith("-") and "=" in fragment:
         flag, _, value = fragment.partition("=")
         name = flags.get(normal(flag))
-        return _value(options[name], value) if name and options[name].takes else None
+        takes = name is not None and takes_value(options[name], flag)
+        return _value(options[name], value) if name and takes else None
     return _next_word(words, fragment, options, flags)
 
 
@@ -83,8 +87,18 @@ def _waiting_for_value(
     waiting: Option | None = None
     for word in words:
         name = flags.get(normal(word)) if waiting is None else None
-        waiting = options[name] if name is not None and options[name].takes else None
+        waiting = options[name] if name is not None and needs_value(options[name], word) else None
     return waiting
+
+
+def _either(value: Wanted, word: Wanted) -> Wanted:
+    """Return what may stand behind an option whose value may be left out."""
+    return Wanted(
+        fragment=word.fragment,
+        offers=(*value.offers, *word.offers),
+        completes=word.completes,
+        anything=word.anything,
+    )
 
 
 def _value(option: Option, typed: str) -> Wanted:

@@ -59,8 +59,7 @@ class FsdpMagics(Magics):
         """Run the cell on every rank, then shard what it built."""
         cell = _body(cell, "fsdp_model")
         session = self._session()
-        defaults = session.spec.strategy_options
-        spec = parse(line, ModelSpec, magic="%%fsdp_model", **defaults)
+        spec = parse(line, ModelSpec, magic="%%fsdp_model", completed=session.spec.completed)
         session.model_from(spec, cell, name=self._name("fsdp_model"))
 
     @line_cell_magic

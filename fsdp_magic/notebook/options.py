@@ -11,7 +11,7 @@ import shlex
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from fsdp_magic.core.errors import UsageError
@@ -22,13 +22,20 @@ from fsdp_magic.core.wording import as_typed, nearest, quoted
 SpecT = TypeVar("SpecT")
 Numbers = Callable[[str, str], float]
 """(flag, expression) -> the number it stands for on the engines."""
+Completed = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Values by field -> those, and what stands for the rest."""
 
 _FEW = 4
 """So many options are listed in an error; more are the help's business."""
 
 
 def parse(
-    line: str, spec: type[SpecT], *, magic: str, numbers: Numbers | None = None, **defaults: Any
+    line: str,
+    spec: type[SpecT],
+    *,
+    magic: str,
+    numbers: Numbers | None = None,
+    completed: Completed = dict,
 ) -> SpecT:
     """Return the spec that a magic's line asks for.
 
@@ -37,12 +44,12 @@ def parse(
         spec: the dataclass that declares the options.
         magic: the magic's name, for errors.
         numbers: looks up a number that is given by its name on the engines; None: there are none.
-        **defaults: values of fields that are not typed.
+        completed: adds to what was typed what stands for the rest.
 
     Raises:
         UsageError: if an option is unknown, lacks its value, or has one that cannot work.
     """
-    values = {**defaults, **_values(line, spec, magic)}
+    values = completed(_values(line, spec, magic))
     return spec(**looked_up(values, spec, numbers))
 
 
@@ -96,7 +103,25 @@ def flags_of(spec: type[Any]) -> dict[str, str]:
     """Return the field behind every flag of a spec: its own flags first, then those of habit."""
     options = options_of(spec)
     own = {flag: name for name, option in options.items() for flag in option.flags}
-    return own | {habit: name for name, option in options.items() for habit in option.habits}
+    habits = {habit: name for name, option in options.items() for habit in option.habits}
+    return (
+        own
+        | habits
+        | {flag: name for name, option in options.items() for flag, _ in option.shorthands}
+    )
+
+
+def takes_value(option: Option, flag: str) -> bool:
+    """Return whether a value may be typed after one of the flags of an option."""
+    shorthands = dict(option.shorthands)
+    if normal(flag) in shorthands:
+        return "{}" in (shorthands[normal(flag)] or "")
+    return bool(option.takes)
+
+
+def needs_value(option: Option, flag: str) -> bool:
+    """Return whether a value must be typed after one of the flags of an option."""
+    return takes_value(option, flag) and not option.alone
 
 
 def normal(flag: str) -> str:
@@ -109,7 +134,8 @@ def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
     kinds = typing.get_type_hints(spec)
     positional = next((name for name, option in options.items() if option.many), None)
     values: dict[str, Any] = {}
-    words = _words(line, magic)
+    typed: dict[str, str] = {}
+    words = _Words(_words(line, magic))
     for word in words:
         if not word.startswith("-") or word == "-":
             if positional is None:
@@ -126,22 +152,55 @@ def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
         if name is None:
             raise UsageError(_unknown(magic, flag, spec))
         if name in values:
-            raise UsageError(f"{magic}: {flag} is given twice; give it once")
+            raise UsageError(_repeated(magic, typed[name], flag))
+        typed[name] = flag
         values[name] = _value(options[name], kinds[name], flag, value if has_value else None, words)
     return values
 
 
-def _value(option: Option, kind: Any, flag: str, value: str | None, words: Iterator[str]) -> Any:
+def _repeated(magic: str, first: str, second: str) -> str:
+    if normal(first) == normal(second):
+        return f"{magic}: {second} is given twice; give it once"
+    return f"{magic}: {first} and {second} are one option; give one of them"
+
+
+def _value(option: Option, kind: Any, flag: str, value: str | None, words: _Words) -> Any:
     """Return the value of a flag, from behind its ``=`` or from the next word."""
-    if not option.takes:
+    shorthands = dict(option.shorthands)
+    said = shorthands.get(normal(flag), "{}")
+    if not takes_value(option, flag):
         if value is not None:
             raise UsageError(f"{flag} takes no value; leave out ={as_typed(value)}")
-        return True
+        return True if said == "{}" else said or False
+    if value is None and option.alone and words.coming.lower() not in option.choices:
+        return option.alone
     if value is None:
         value = next(words, None)
     if not value or value.startswith("--"):
-        raise UsageError(f"{flag} needs a value: {flag} {option.takes}")
-    return _converted(value, kind)
+        takes = "N" if normal(flag) in shorthands else option.takes
+        raise UsageError(f"{flag} needs a value: {flag} {takes}")
+    return _converted(value if said is None else said.replace("{}", value), kind)
+
+
+class _Words(Iterator[str]):
+    """The words of a line, one after the other.
+
+    Attributes:
+        left: those that were not taken yet.
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.left = list(words)
+
+    def __next__(self) -> str:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+    @property
+    def coming(self) -> str:
+        """The next word; empty: there is none."""
+        return self.left[0] if self.left else ""
 
 
 def _converted(value: str, kind: Any) -> Any:
@@ -177,7 +236,7 @@ def _is_expression(text: str) -> bool:
     return not isinstance(body, ast.Constant)
 
 
-def _words(line: str, magic: str) -> Iterator[str]:
+def _words(line: str, magic: str) -> list[str]:
     """Split a line as a shell would, but keep quotes inside a word: nets["G"] is a name."""
     lexer = shlex.shlex(line, posix=False, punctuation_chars=False)
     lexer.whitespace_split = True
@@ -190,7 +249,7 @@ def _words(line: str, magic: str) -> Iterator[str]:
             words.append(_unquoted(word))
     except ValueError as error:
         raise UsageError(f"{magic}: {error} in {quoted(line)}") from None
-    return iter(words)
+    return words
 
 
 def _unquoted(word: str) -> str:

@@ -16,6 +16,7 @@ from fsdp_magic.core.telemetry import (
     ProgressReport,
     RunReport,
     RunState,
+    SkippedSteps,
 )
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.rank_progress import RankProgress
@@ -37,6 +38,7 @@ class Run:
         seconds: since its first step began.
         evaluations: those of ``--eval-every``.
         non_finite_steps: the first steps whose loss was not finite.
+        skipped: steps that the fp16 scaler skipped; None: none.
         notes: sentences a person should read.
         message: why it failed, in one line.
         waiting, waited: where the ranks are while they wait for each other, None: they move; and
@@ -55,6 +57,7 @@ class Run:
         self.has_losses = True
         self.evaluations: list[EvaluationRecord] = []
         self.non_finite_steps: list[int] = []
+        self.skipped: SkippedSteps | None = None
         self.notes: list[str] = []
         self.message = ""
         self.last_frame: tuple[str, str] | None = None
@@ -234,6 +237,7 @@ class Run:
         self.accumulate = report.accumulate
         self.has_losses = report.has_losses or report.steps == 0
         self.learning_rate = report.learning_rate
+        self.skipped = report.skipped or self.skipped
         if len(report.evaluations) > len(self.evaluations):  # ranks report at different times
             self.evaluations = list(report.evaluations)
         if report.non_finite_steps:

@@ -96,7 +96,7 @@ class Session(Inspection):
         Returns:
             Where every parameter of the (last) model lives.
         """
-        chosen = {**self.spec.strategy_options, **options}
+        chosen = self.spec.completed(options)
         spec = spec_of({"names": names, **chosen}, ModelSpec, call="session.model")
         return self.model_from(spec, code, show=show, name=name)
 

@@ -153,7 +153,7 @@ class TrainingPanel:
             metrics=run.newest_metrics,
             evaluates=self._spec.eval_every is not None,
             evaluation=run.evaluations[-1] if run.evaluations else None,
-            notes=(*run.notes, *_non_finite(run)),
+            notes=(*run.notes, *_non_finite(run), *_skipped(run)),
         )
 
     def _steps_per_second(self, seconds: float, steps: int) -> float | None:
@@ -184,3 +184,18 @@ def _non_finite(run: Run) -> list[str]:
         return []
     more = f", and of {len(steps) - 1:,} or more after it" if len(steps) > 1 else ""
     return [f"the loss of step {steps[0]:,} is not finite{more}; --nan stop ends a run there"]
+
+
+def _skipped(run: Run) -> list[str]:
+    """Return a sentence about steps that the fp16 scaler skipped, if there are any."""
+    if run.skipped is None:
+        return []
+    count = run.skipped.count
+    steps = "1 step was" if count == 1 else f"{count:,} steps were"
+    sentence = (
+        f"{steps} skipped by the fp16 scaler, whose gradients were not finite; the scale was "
+        f"{run.skipped.scale:,.12g} after that"
+    )
+    if run.skipped.scale < 1:
+        sentence += ": no scale helps, so look for what is not finite, or take --precision bf16"
+    return [sentence]

@@ -18,7 +18,14 @@ CALL_SECONDS = 10.0
 """A call that takes longer hangs; faults of ours last less than a second."""
 FREE_BYTES = 4 << 20
 """What may be held after a fault beyond what was before it: far less than the fault takes."""
-USABLE = "x = torch.full((1,), rank + 1.0); dist.all_reduce(x); x.item()"
+USABLE = """
+import torch
+import torch.distributed as dist
+
+x = torch.full((1,), rank + 1.0)
+dist.all_reduce(x)
+x.item()
+"""
 
 
 @dataclass

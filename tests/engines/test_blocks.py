@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
+from fsdp_magic.engine.parallel.wrapping import units_of, wrap
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    return [part for (part,) in units_of(model, "blocks")]
+
+
+def chosen_parts(model: nn.Module) -> list[str]:
+    return list(wrap(model, "blocks").chosen)
 
 
 def block() -> nn.Module:

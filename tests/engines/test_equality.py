@@ -24,7 +24,7 @@ from equality import (
 )
 
 MODELS = {"gpt2-tied": (GPT2, GPT2_CELL), "plain": (PLAIN, PLAIN_CELL)}
-STRATEGIES = ("full_shard", "shard_grad_op")
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "ddp")
 ENGINES = (1, 2, 4)
 
 

@@ -97,9 +97,22 @@ def test_a_frozen_bfloat16_base_keeps_its_type_and_gets_no_gradient(session, str
     assert session.pull("{str(p.dtype) for p in held}") == {"torch.float32"}
 
 
-def test_trainable_parameters_of_two_types_in_one_unit_are_refused_by_name(session):
+def test_trainable_parameters_of_two_types_are_in_two_units(session):
     code = built("bfloat16", "float32") + (
         "model.base_model.model.transformer.h[1].ln_1.weight.requires_grad_(True)\n"
     )
-    with pytest.raises(FsdpError, match=r"h\.1\.ln_1\.weight \(bfloat16\).*lora.*\(float32\)"):
+    units = {p.name: p.unit for p in session.model(code, show=False).parameters}
+    block = "base_model.model.transformer.h.1"
+    assert units[f"{block}.ln_1.weight"] == f"{block}.ln_1"
+    assert {unit for name, unit in units.items() if "lora" in name and ".h.1." in name} == {block}
+
+
+def test_trainable_parameters_of_two_types_in_one_module_are_refused_by_name(session):
+    code = built("bfloat16", "float32") + (
+        "norm = model.base_model.model.transformer.h[1].ln_1.requires_grad_(True)\n"
+        "norm.weight.data = norm.weight.data.float()\n"
+    )
+    both = r"h\.1\.ln_1\.weight \(float32\).*h\.1\.ln_1\.bias \(bfloat16\)"
+    with pytest.raises(FsdpError, match=both):
         session.model(code, show=False)
+    assert session.pull("type(norm.weight).__name__") == "Parameter"  # nothing was sharded

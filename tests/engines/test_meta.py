@@ -66,8 +66,12 @@ def own(extra: str = "", rule: str = "") -> str:
     return OWN.replace("EXTRA", extra).replace("RULE", rule)
 
 
-def test_torch_modules_are_initialised_as_if_built_for_real(whole) -> None:
-    whole.model(own(), meta=True, show=False)
+@pytest.mark.parametrize(
+    "strategy",
+    ["full_shard", *(pytest.param(s, marks=pytest.mark.nightly) for s in ("ddp", "zero1"))],
+)
+def test_torch_modules_are_initialised_as_if_built_for_real(whole, strategy) -> None:
+    whole.model(own(), meta=True, strategy=strategy, show=False)
     assert whole.pull("kinds") == {"meta", "cpu"}  # the scalar is real
     got = whole.pull("dict(model.named_parameters())", rank="all")
     for name, tensor in got[0].items():

@@ -13,7 +13,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from fsdp_magic.core.options import options_of
-from fsdp_magic.core.specs import MAGICS, CompareSpec, EvalSpec, InitSpec, TrainSpec
+from fsdp_magic.core.specs import (
+    MAGICS,
+    CompareSpec,
+    EvalSpec,
+    InitSpec,
+    ModelSpec,
+    TrainSpec,
+)
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook import magics, sessions
 
@@ -61,7 +68,7 @@ class FakeSession:
             raise self.error
 
     def __getattr__(self, verb: str) -> Callable[..., None]:
-        if verb not in ("console", "run", "model", "shards", "status", "push", "shutdown"):
+        if verb not in ("console", "run", "model_from", "shards", "status", "push", "shutdown"):
             raise AttributeError(verb)
         return lambda *args, **options: self._note(verb, args, options)
 
@@ -129,16 +136,16 @@ def test_a_model_cell_takes_names_and_strategy(
     shell: InteractiveShell, session: FakeSession
 ) -> None:
     ran(shell, '%%fsdp_model --strategy zero3 nets["G"] critic\nnets = 1\n')
-    [(verb, args, options)] = session.calls
-    assert (verb, args) == ("model", ("nets = 1\n", ('nets["G"]', "critic")))
-    assert options["strategy"] == "full_shard"
+    [(verb, args, _)] = session.calls
+    assert verb == "model_from"
+    assert args == (ModelSpec(names=('nets["G"]', "critic")), "nets = 1\n")
 
 
 def test_a_model_cell_without_options_has_the_sessions_defaults(
     shell: InteractiveShell, session: FakeSession
 ) -> None:
     ran(shell, "%%fsdp_model\nmodel = 1\n")
-    assert session.calls[0][2]["strategy"] == "shard_grad_op"
+    assert session.calls[0][1] == (ModelSpec(strategy="shard_grad_op"), "model = 1\n")
 
 
 def test_a_training_cell_becomes_a_spec(shell: InteractiveShell, session: FakeSession) -> None:

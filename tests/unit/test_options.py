@@ -112,7 +112,11 @@ def test_an_option_without_its_dashes_is_recognised(word: str, hint: str) -> Non
     [
         ("--loss men", TrainSpec, "did you mean mean? It takes mean, tokens, sum"),
         ("--strategy fullshard", ModelSpec, "did you mean full_shard?"),
-        ("--strategy ddp", ModelSpec, "it takes full_shard, shard_grad_op"),
+        (
+            "--strategy tp",
+            ModelSpec,
+            "it takes full_shard, shard_grad_op, zero1, ddp, hybrid_shard",
+        ),
         ("--device gpu", InitSpec, "it takes auto, cuda, cpu"),
         ("--device CPUs", InitSpec, "did you mean cpu?"),
     ],
@@ -198,7 +202,8 @@ def test_a_missing_value_is_asked_for(line: str) -> None:
         ("--clip big", "--max-grad-norm 'big' is not a number"),
         ("--steps -1", "--steps -1 cannot work"),
         ("--data d --no-shuffle=yes", "--no-shuffle takes no value"),
-        ("--steps 1 --max-steps 2", "--max-steps is given twice"),
+        ("--steps 1 --steps 2", "--steps is given twice"),
+        ("--steps 1 --max-steps 2", "--steps and --max-steps are one option"),
         ("model --steps 1", "does not take 'model'"),
         ('--data "train', "No closing quotation"),
     ],
@@ -287,11 +292,91 @@ def test_a_hash_inside_a_word_or_quotes_is_no_comment() -> None:
 
 
 def test_defaults_stand_only_where_nothing_is_typed() -> None:
-    def model(line: str) -> ModelSpec:
-        return parse(line, ModelSpec, magic="%%fsdp_model", strategy="shard_grad_op")
+    defaults = InitSpec(strategy="shard_grad_op", compile=True, wrap="none")
 
-    assert model("").strategy == "shard_grad_op"
+    def model(line: str) -> ModelSpec:
+        return parse(line, ModelSpec, magic="%%fsdp_model", completed=defaults.completed)
+
+    assert model("") == ModelSpec(strategy="shard_grad_op", compile=True, wrap="none")
     assert model("--strategy full_shard").strategy == "full_shard"
+    assert model("--strategy full_shard").wrap == "none"
+    assert not model("--no-compile").compile
+
+
+@pytest.mark.parametrize(
+    ("line", "spec"),
+    [
+        ("", ModelSpec(strategy="hybrid_shard", shard_size=2, cpu_offload=True)),
+        ("--shard-size 4", ModelSpec(strategy="hybrid_shard", shard_size=4, cpu_offload=True)),
+        ("--strategy fsdp", ModelSpec(strategy="full_shard", cpu_offload=True)),
+        ("--strategy ddp", ModelSpec(strategy="ddp")),
+        (
+            "--strategy HYBRID_SHARD --no-cpu-offload",
+            ModelSpec(strategy="hybrid_shard", shard_size=2),
+        ),
+    ],
+)
+def test_a_model_of_another_strategy_does_not_take_what_is_for_the_sessions(
+    line: str, spec: ModelSpec
+) -> None:
+    defaults = InitSpec(strategy="hybrid_shard", shard_size=2, cpu_offload=True)
+    assert parse(line, ModelSpec, magic="%%fsdp_model", completed=defaults.completed) == spec
+
+
+@pytest.mark.parametrize(
+    ("line", "spec"),
+    [
+        ("--bf16", ModelSpec(precision="bf16")),
+        ("--fp16 model", ModelSpec(precision="fp16", names=("model",))),
+        ("--mixed-precision no", ModelSpec()),
+        ("--mixed_precision BF16", ModelSpec(precision="bf16")),
+        ("--gradient_checkpointing", ModelSpec(activation_checkpointing="blocks")),
+        ("--no-gradient-checkpointing", ModelSpec()),
+        ("--fsdp-min-num-params 2_000", ModelSpec(wrap="size:2000")),
+        ("--fsdp_min_num_params=1e6 m", ModelSpec(wrap="size:1000000", names=("m",))),
+        ("--fsdp-transformer-layer-cls-to-wrap A,B", ModelSpec(wrap="A,B")),
+        ("--activation-checkpointing", ModelSpec(activation_checkpointing="blocks")),
+        (
+            "--activation-checkpointing Selective net",
+            ModelSpec(activation_checkpointing="selective", names=("net",)),
+        ),
+        (
+            "--activation-checkpointing net",
+            ModelSpec(activation_checkpointing="blocks", names=("net",)),
+        ),
+        ("--activation-checkpointing=BLOCKS", ModelSpec(activation_checkpointing="blocks")),
+    ],
+)
+def test_what_people_type_for_strategies_by_habit_is_taken(line: str, spec: ModelSpec) -> None:
+    assert parse(line, ModelSpec, magic="%%fsdp_model") == spec
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--bf16 --precision fp16", "--bf16 and --precision are one option; give one of them"),
+        ("--compile --no-compile", "--compile and --no-compile are one option"),
+        ("--bf16=true", "--bf16 takes no value"),
+        ("--no-compile=1", "--no-compile takes no value"),
+        ("--fsdp-min-num-params", "--fsdp-min-num-params needs a value: --fsdp-min-num-params N"),
+        ("--fsdp-min-num-params many", "--wrap size:many cannot work"),
+        ("--activation-checkpointing=all", "'all' is not known; it takes blocks, selective"),
+        ("--precision int8", "--precision 'int8' is not known"),
+        ("--shard-size 2", "--shard-size is for --strategy hybrid_shard, and this is full_shard"),
+        ("--strategy zero1 --cpu-offload", "zero1 makes none; use it with --strategy full_shard"),
+        ("--accumulate-sync often", "it takes every, last"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_in_one_line(
+    line: str, message: str
+) -> None:
+    assert message in refused(line, ModelSpec, "%%fsdp_model")
+
+
+def test_batchnorm_over_ranks_is_refused_on_cpu_engines() -> None:
+    message = refused("--device cpu --sync-batchnorm", InitSpec, "%fsdp_init")
+    assert "--sync-batchnorm needs GPUs" in message
+    assert "micro-batch" in message
 
 
 def test_values_match_choices_in_any_case() -> None:
@@ -304,7 +389,14 @@ def test_help_shows_every_option_and_its_choices() -> None:
         assert flag in text
     assert "(one of auto, cuda, cpu; default auto)" in " ".join(text.split())
     assert "(default 0)" in text
+    assert "--activation-checkpointing [WHAT]" in text
     assert "n=None" in keywords_text(InitSpec)
+
+
+def test_help_says_what_is_for_engines_before_what_is_for_models() -> None:
+    text = options_text(InitSpec)
+    assert text.index("-n N") < text.index("--restart") < text.index("--strategy")
+    assert options_text(ModelSpec).lstrip().startswith("NAME…")
 
 
 def test_help_is_aligned_and_goes_on_under_its_own_column() -> None:

@@ -42,6 +42,15 @@ REFUSED: list[tuple[type[Any], dict[str, Any], str]] = [
     (InitSpec, {"memory_limit": "much"}, "--memory-limit 'much'"),
     (InitSpec, {"memory_limit": "2GiB", "device": "cuda"}, "--memory-limit is for CPU"),
     (ModelSpec, {"strategy": "all"}, "--strategy 'all'"),
+    (ModelSpec, {"shard_size": 0}, "--shard-size 0 cannot work"),
+    (ModelSpec, {"wrap": "size:0"}, "--wrap size:0 cannot work"),
+    (ModelSpec, {"wrap": "size:"}, "--wrap size: cannot work"),
+    (ModelSpec, {"wrap": "size:1e99"}, "--wrap size:1e99 cannot work"),
+    (ModelSpec, {"wrap": "a b"}, "--wrap 'a b' is no rule; it takes blocks, size:NUM_PARAMS"),
+    (ModelSpec, {"wrap": "GPT2Block,"}, "--wrap 'GPT2Block,' is no rule"),
+    (ModelSpec, {"wrap": None}, "--wrap None cannot work"),
+    (ModelSpec, {"wrap": []}, "--wrap [] cannot work"),
+    (ModelSpec, {"activation_checkpointing": [1]}, "--activation-checkpointing '[1]'"),
     (RunSpec, {"timeout": 0}, "--timeout 0"),
     (RunSpec, {"timeout": -1.0}, "--timeout -1.0"),
     (RunSpec, {"timeout": float("nan")}, "--timeout nan"),
@@ -164,6 +173,9 @@ def test_the_first_flag_of_a_field_is_its_own_name(spec: type[Any]) -> None:
         ("zero3", "full_shard"),
         ("ZeRO2", "shard_grad_op"),
         ("SHARD_GRAD_OP", "shard_grad_op"),
+        ("ZERO1", "zero1"),
+        ("NO_SHARD", "ddp"),
+        ("HYBRID_SHARD", "hybrid_shard"),
     ],
 )
 def test_strategies_have_the_names_of_other_tools(typed: str, meant: str) -> None:
@@ -182,6 +194,29 @@ def test_strategies_have_the_names_of_other_tools(typed: str, meant: str) -> Non
 )
 def test_choices_may_be_typed_in_any_case(typed: dict[str, Any], meant: dict[str, Any]) -> None:
     assert TrainSpec(**typed) == TrainSpec(**meant)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("BLOCKS", "blocks"),
+        ("None", "none"),
+        ("Size:2k", "size:2000"),
+        ("size:1.5M", "size:1500000"),
+        ("size:1e6", "size:1000000"),
+        ("GPT2Block, LlamaDecoderLayer", "GPT2Block,LlamaDecoderLayer"),
+        (["A", "B"], "A,B"),
+    ],
+)
+def test_a_wrap_rule_is_read_as_it_is_meant(typed: Any, meant: str) -> None:
+    assert ModelSpec(wrap=typed).wrap == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [(True, "blocks"), (None, False), ("BLOCKS", "blocks")]
+)
+def test_activation_checkpointing_alone_means_blocks(typed: Any, meant: Any) -> None:
+    assert ModelSpec(activation_checkpointing=typed).activation_checkpointing == meant
 
 
 def test_a_single_name_is_one_name() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import option
 from fsdp_magic.core.specs.checks import at_least, choice
 from fsdp_magic.core.specs.model import ModelSpec
-from fsdp_magic.core.specs.strategy import StrategySpec
+from fsdp_magic.core.specs.strategy import SYNC_BATCHNORM_ON_CPU, StrategySpec
 from fsdp_magic.core.units import parse_bytes
 from fsdp_magic.core.wording import quoted
 
@@ -21,6 +21,8 @@ _MOST_ENGINES = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitSpec(StrategySpec):
     """Which engines to start, and how models are spread over them unless told otherwise."""
+
+    inherited_last: ClassVar[bool] = True
 
     n: int | None = option(
         "-n",
@@ -56,6 +58,8 @@ class InitSpec(StrategySpec):
         StrategySpec.__post_init__(self)
         object.__setattr__(self, "device", str(self.device).lower())
         choice("--device", self.device, get_args(Device))
+        if self.sync_batchnorm and self.device == "cpu":
+            raise UsageError(SYNC_BATCHNORM_ON_CPU)
         at_least("-n", self.n, 1)
         if self.n is not None and self.n > _MOST_ENGINES:
             raise UsageError(f"-n {quoted(self.n)} cannot work; it takes up to {_MOST_ENGINES}")

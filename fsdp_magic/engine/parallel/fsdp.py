@@ -1,8 +1,8 @@
-"""ENGINE: fully sharded data parallelism with FSDP2: ``full_shard`` and ``shard_grad_op``.
+"""ENGINE: fully sharded data parallelism with FSDP2, whole or within groups of ranks.
 
-A unit is what is gathered at once: each repeated block of the model is one, and what is left is
-the root's. ``full_shard`` frees a unit's parameters after its forward and gathers them again for
-backward (ZeRO-3); ``shard_grad_op`` keeps them in between (ZeRO-2). Gradients are added up over
+A unit is what is gathered at once (``wrapping.py``); what is in none is the root's. ``full_shard``
+and ``hybrid_shard`` free a unit's parameters after its forward and gather them again for backward
+(ZeRO-3); ``shard_grad_op`` keeps them in between (ZeRO-2). Gradients are added up over
 the ranks, not averaged, while our loop trains: each rank weighs its loss by its part of the
 global batch, so their sum is the gradient of the whole.
 """
@@ -10,19 +10,19 @@ global batch, so their sum is the gradient of the whole.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.parallel import torch_private
-from fsdp_magic.engine.parallel.blocks import blocks, chosen_parts
+from fsdp_magic.engine.parallel import cpu_offload, precision, torch_private
+from fsdp_magic.engine.parallel.hybrid_shard import mesh_of
 from fsdp_magic.engine.parallel.meta import InitialWeights, move
 from fsdp_magic.engine.parallel.methods import (
     forget_calls,
@@ -34,6 +34,8 @@ from fsdp_magic.engine.parallel.pretrained import MAPPED
 from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unfit import refuse_lossy
+from fsdp_magic.engine.parallel.unit_dtypes import of_one_dtype
+from fsdp_magic.engine.parallel.wrapping import Units
 from fsdp_magic.engine.world import World
 
 
@@ -48,15 +50,17 @@ class FsdpModel(ShardedModel):
             for group in torch_private.parameter_groups(unit)
             for parameter in group.fsdp_params
         }
+        mesh = mesh_of(self.spec, self._world)
         return Placement(
             model=self.name,
             strategy=self.strategy,
             world_size=self._world.world_size,
             parameters=tuple(
-                _parameter_placement(name, parameter, unit_of.get(id(parameter), ""), self._world)
+                _parameter_placement(name, parameter, unit_of.get(id(parameter), ""), mesh)
                 for name, parameter in self.module.named_parameters()
             ),
             notes=tuple(self.notes),
+            replicas=mesh.size() // mesh.size(-1),
         )
 
     def in_place_of_gathered(self) -> dict[int, nn.Parameter]:
@@ -76,12 +80,16 @@ class FsdpModel(ShardedModel):
         """Note it again."""
         note_calls(self.module)
 
-    def settle(self, *, is_trained: bool) -> None:
+    def settle(self, trained: Collection[int]) -> None:
         """Let a model that no optimizer trains free its parameters after every forward.
 
         The others do as their strategy says.
+
+        Args:
+            trained: ids of the parameters that optimizers hold.
         """
         root = self.module
+        is_trained = any(id(p) in trained for p in root.parameters())
         for _, unit in torch_private.units(root):
             frees = not is_trained or (self.strategy != "shard_grad_op" and unit is not root)
             unit.set_reshard_after_forward(frees, recurse=False)
@@ -93,7 +101,7 @@ class FsdpModel(ShardedModel):
             _set_divide_factor(self, 1.0)
             yield
         finally:
-            _set_divide_factor(self, float(self._world.world_size))
+            _set_divide_factor(self, None)
 
     @contextmanager
     def reducing(self, *, is_last: bool) -> Iterator[None]:
@@ -116,6 +124,9 @@ class FsdpModel(ShardedModel):
     def reduce(self) -> None:
         """Do nothing: backward reduces."""
 
+    def fill_missing(self, used: Collection[int]) -> None:
+        """Do nothing: what is missing counts as zeros where a unit is reduced."""
+
     def updated(self) -> None:
         """Do nothing: the next forward gathers the shards, which were updated."""
 
@@ -129,7 +140,7 @@ class FsdpModel(ShardedModel):
 
 
 def shard(
-    module: nn.Module, *, name: str, spec: ModelSpec, world: World
+    module: nn.Module, *, name: str, spec: ModelSpec, world: World, units: Units
 ) -> tuple[FsdpModel, dict[int, nn.Parameter]]:
     """Spread a model over the ranks, in place.
 
@@ -140,14 +151,20 @@ def shard(
         name: what it is bound to.
         spec: how.
         world: over whom.
+        units: what is gathered together, inner ones first.
 
     Returns:
         The sharded model, and each new parameter by the id of the one it replaces.
     """
     model = FsdpModel(module, name=name, spec=spec, world=world)
     places = _places(module)
+    mesh = mesh_of(spec, world)
     initial = InitialWeights(module, name=name, world=world)
     refuse_lossy(module, name)
+    # FSDP2 cannot cut a scalar, nor what has no rows
+    ignored = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
+    ignored |= precision.kept_as_made(module, spec)
+    units = of_one_dtype(module, units, name=name, whole=ignored)
     move(module, world.device)
     named = [*module.named_parameters(), *module.named_buffers()]
     named = [(dotted, tensor) for dotted, tensor in named if not tensor.is_meta]
@@ -156,23 +173,30 @@ def shard(
     for parameter in module.parameters():
         if not parameter.is_meta and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    # FSDP2 cannot cut a scalar, nor what has no rows
-    ignored = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
-    _refuse_mixed_dtypes(module, ignored)
-    model.notes += _chosen_notes(name, module)
-    for unit in blocks(module):
-        initial.give(unit)
+    policy, notes = cpu_offload.policy(spec, world)
+    model.notes += notes
+    for unit in units:
+        ignored |= initial.give(*unit, whole=ignored)
         fully_shard(
-            unit,
-            mesh=world.mesh,
-            reshard_after_forward=spec.strategy == "full_shard",
+            list(unit) if len(unit) > 1 else unit[0],
+            mesh=mesh,
+            reshard_after_forward=spec.strategy != "shard_grad_op",
             ignored_params=ignored,
+            mp_policy=precision.fsdp_policy(spec, is_root=False),
+            offload_policy=policy,
         )
         MAPPED.release(places)
-    initial.give(module)
+    ignored |= initial.give(module, whole=ignored)
     initial.check()
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
-    fully_shard(module, mesh=world.mesh, reshard_after_forward=False, ignored_params=ignored)
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=False,
+        ignored_params=ignored,
+        mp_policy=precision.fsdp_policy(spec, is_root=True),
+        offload_policy=policy,
+    )
     torch_private.settle_root(module)
     _prepare(model)
     for old, owner, attribute in places:
@@ -203,15 +227,16 @@ def _prepare(model: FsdpModel) -> None:
 
 
 def _parameter_placement(
-    name: str, parameter: nn.Parameter, unit: str, world: World
+    name: str, parameter: nn.Parameter, unit: str, mesh: DeviceMesh
 ) -> ParameterPlacement:
     shape = tuple(parameter.shape)
     sharded = isinstance(parameter, DTensor)
+    size = mesh.size(-1)  # neighbouring ranks share a copy
     local_shapes = tuple(
-        (shard_rows(rows=shape[0], world_size=world.world_size, rank=rank), *shape[1:])
+        (shard_rows(rows=shape[0], world_size=size, rank=rank % size), *shape[1:])
         if sharded
         else shape
-        for rank in range(world.world_size)
+        for rank in range(mesh.size())
     )
     return ParameterPlacement(
         name=name,
@@ -234,39 +259,5 @@ def _places(module: nn.Module) -> list[tuple[nn.Parameter, nn.Module, str]]:
     ]
 
 
-def _chosen_notes(name: str, module: nn.Module) -> list[str]:
-    chosen = [f"{name}.{part}" for part in chosen_parts(module)]
-    if not chosen:
-        return []
-    return [
-        f"{', '.join(chosen)}: forward may call these on some ranks only, so they are gathered "
-        "together with what holds them, not one by one"
-    ]
-
-
-def _refuse_mixed_dtypes(module: nn.Module, whole: set[nn.Parameter]) -> None:
-    """Raise, naming all, if trainable parameters of one unit differ in dtype."""
-    kept = {id(parameter) for parameter in whole}
-    unit_of = {
-        id(p): number for number, unit in enumerate(blocks(module)) for p in unit.parameters()
-    }
-    units: dict[int | None, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in kept:
-            units.setdefault(unit_of.get(id(parameter)), []).append((name, parameter))
-    for trained in units.values():
-        dtypes = {p.dtype for _, p in trained}
-        if len(dtypes) > 1:
-            listed = ", ".join(f"{n} ({str(p.dtype).removeprefix('torch.')})" for n, p in trained)
-            raise FsdpError(
-                f"trainable parameters of one unit must have one dtype; these differ: {listed}; "
-                "make them one with .to(dtype) before they are sharded"
-            )
-
-
-def _set_divide_factor(model: FsdpModel, factor: float) -> None:
-    for _, unit in torch_private.units(model.module):
-        assert isinstance(unit, FSDPModule)
-        unit.set_gradient_divide_factor(factor)
-        # a sum and a division; gloo knows no premultiplied sum
-        unit.set_force_sum_reduction_for_comms(True)
+def _set_divide_factor(model: FsdpModel, factor: float | None) -> None:
+    torch_private.set_divide_factor(model.module, factor)

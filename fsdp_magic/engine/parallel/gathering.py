@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.engine.parallel import torch_private
+from fsdp_magic.engine.parallel import torch_private, whole_models
 from fsdp_magic.engine.parallel.methods import owner
 
 _HELD: list[nn.Module] = []
@@ -61,13 +61,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         FsdpError: if it is not a module.
     """
     units = _units(module)
-    try:
+    parameters = {id(parameter) for parameter in module.parameters()}
+    with ExitStack() as stack:
+        for model in whole_models.living():
+            stack.enter_context(model.unsynced(parameters))
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
+            stack.callback(unit.set_requires_gradient_sync, True, recurse=False)
         yield
-    finally:
-        for unit in units:
-            unit.set_requires_gradient_sync(True, recurse=False)
 
 
 def clear_gradients(module: nn.Module) -> None:

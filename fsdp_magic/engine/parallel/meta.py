@@ -13,7 +13,7 @@ rules do was initialised in a way that cannot be done again: both are named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,14 +87,23 @@ class InitialWeights:
                 "model outside of torch.device('meta'), with --meta alone"
             )
 
-    def give(self, part: nn.Module) -> None:
-        """Give a part, and all in it, memory and values; the same on every rank."""
+    def give(self, *parts: nn.Module, whole: Collection[nn.Parameter] = ()) -> set[nn.Parameter]:
+        """Give parts, and all in them, memory and values; the same on every rank.
+
+        Args:
+            *parts: that are cut next, together.
+            whole: parameters that are not cut.
+
+        Returns:
+            Those of the new parameters that are not cut.
+        """
         if not self._names:
-            return
+            return set()
         self._given.clear()  # those of the part before are cut by now
         metas: dict[int, tuple[nn.Parameter, bool]] = {}
         with randomness.put_back(), torch.no_grad():
-            for module in reversed(list(part.modules())):  # what holds others comes after them
+            inside = [module for part in parts for module in part.modules()]
+            for module in reversed(inside):  # what holds others comes after them
                 if id(module) in self._done:
                     continue
                 self._done.add(id(module))
@@ -105,6 +114,7 @@ class InitialWeights:
                 self._initialise(module)
         for meta, is_exact in metas.values():  # a tied one may have its rule at its last place
             self._judge(self._given[id(meta)], meta, is_exact=is_exact)
+        return {self._given[id(meta)] for meta, _ in metas.values() if meta in whole}
 
     def check(self) -> None:
         """Raise, naming all, if the rules left anything without its values.

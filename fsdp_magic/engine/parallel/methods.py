@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.blocks import WITHOUT_FORWARD
 from fsdp_magic.engine.parallel.class_source import own_functions
+from fsdp_magic.engine.parallel.forwards import forward_of, has_layers
 
 _FREED_BEFORE_STEPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HOOK: list[RemovableHandle] = []
@@ -35,9 +36,9 @@ def gather_around_calls(root: nn.Module) -> None:
     for unit, module in _parts(root):
         _OWNERS[module] = weakref.ref(unit)
         if not isinstance(module, WITHOUT_FORWARD):
-            _replace(module, "forward", _gathered(unit, module, "forward"))
-        for name in _direct_methods(module):
-            _replace(module, name, _given_tensors(_gathered(unit, module, name), module, name))
+            replace(module, "forward", _gathered(unit, module, "forward"))
+        for name in direct_methods(module):
+            replace(module, name, given_tensors(_gathered(unit, module, name), module, name))
         if module is unit:
             module.register_forward_hook(_free_after_inference)
 
@@ -108,18 +109,21 @@ def _has_own_parameters(module: nn.Module) -> bool:
     )
 
 
-def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-    if isinstance(module, torch.jit.ScriptModule) or name in vars(module):
+def replace(module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+    """Put a function in the place of a method of one module, unless it has its own there."""
+    ours = name == "forward" and has_layers(module)
+    if isinstance(module, torch.jit.ScriptModule) or (name in vars(module) and not ours):
         return  # it is not ours to replace
     setattr(module, name, types.MethodType(method, module))
 
 
 def _gathered(unit: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    return torch_private.gathered_around(unit, module, getattr(type(module), name))
+    function = forward_of(module) if name == "forward" else getattr(type(module), name)
+    return torch_private.gathered_around(unit, module, function)
 
 
-def _given_tensors(gathered: Callable[..., Any], module: nn.Module, name: str) -> Any:
-    """Return a method that gathers only for a call with a tensor.
+def given_tensors(wrapped: Callable[..., Any], module: nn.Module, name: str) -> Any:
+    """Return a method that is the wrapped one only for a call with a tensor.
 
     Without one it is no part of a forward: it may initialise weights in place, or collect the
     parameters for an optimizer, and must see the shards.
@@ -129,12 +133,12 @@ def _given_tensors(gathered: Callable[..., Any], module: nn.Module, name: str) -
     @functools.wraps(function)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
-        return (gathered if given else function)(self, *args, **kwargs)
+        return (wrapped if given else function)(self, *args, **kwargs)
 
     return method
 
 
-def _direct_methods(module: nn.Module) -> list[str]:
+def direct_methods(module: nn.Module) -> list[str]:
     """Return the methods of a person's class that may use parameters without a forward."""
     own = {name for name, parameter in module._parameters.items() if parameter is not None}
     children = {name for name, child in module.named_children()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -102,8 +102,12 @@ class ShardedModel(ABC):
         """Note it again: the modules are this model's again."""
 
     @abstractmethod
-    def settle(self, *, is_trained: bool) -> None:
-        """Note, as a run begins, whether an optimizer trains any of it."""
+    def settle(self, trained: Collection[int]) -> None:
+        """Note, as a run begins, what of it is trained.
+
+        Args:
+            trained: ids of the parameters that optimizers hold.
+        """
 
     # -- gradients
 
@@ -125,6 +129,18 @@ class ShardedModel(ABC):
 
         Collective: every rank must call this, after the last backward of a step. Gradients that
         are missing here and not on another rank are zeros by now (``Used.settle``).
+        """
+
+    def reduced_here(self) -> set[int]:
+        """Return the ids of whole parameters whose gradients ``reduce`` takes care of."""
+        return set()
+
+    @abstractmethod
+    def fill_missing(self, used: Collection[int]) -> None:
+        """Have zeros as the gradients of parameters that only other ranks used.
+
+        Args:
+            used: ids of the parameters, as optimizers hold them, that some rank used.
         """
 
     @abstractmethod

@@ -8,10 +8,20 @@ from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.parallel import fsdp
+from fsdp_magic.engine.parallel import (
+    activation_checkpointing,
+    compiling,
+    ddp,
+    forwards,
+    fsdp,
+    precision,
+    sync_batchnorm,
+    zero1,
+)
 from fsdp_magic.engine.parallel.meta import InitialWeights
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unspread import Changes, Shape
+from fsdp_magic.engine.parallel.wrapping import left_notes, wrap
 from fsdp_magic.engine.world import World
 
 Replaced = dict[int, nn.Parameter]
@@ -19,6 +29,9 @@ Replaced = dict[int, nn.Parameter]
 _STRATEGIES: Mapping[str, Callable[..., tuple[ShardedModel, Replaced]]] = {
     "full_shard": fsdp.shard,
     "shard_grad_op": fsdp.shard,
+    "hybrid_shard": fsdp.shard,
+    "zero1": zero1.replicate_with_sharded_state,
+    "ddp": ddp.replicate,
 }
 _CUT_BY_UNIT = ("full_shard", "shard_grad_op", "hybrid_shard")
 """Strategies that give a model built with ``--meta`` its memory unit by unit."""
@@ -42,17 +55,36 @@ def spread(
     """
     if spec.strategy not in _STRATEGIES:
         raise FsdpError(f"--strategy {spec.strategy} is not built yet")
+    precision.refuse_unfit(spec, world)
+    compiling.refuse_unfit(spec)
+    forwards.bare(module)  # of what an attempt left that was refused
     before = Shape(module.modules())
     try:
-        if spec.strategy not in _CUT_BY_UNIT:  # the others are whole on every rank anyway
-            initial = InitialWeights(module, name=name, world=world)
-            initial.give(module)
-            initial.check()
-        spread_model, replaced = _STRATEGIES[spec.strategy](
-            module, name=name, spec=spec, world=world
-        )
+        model, replaced = _spread(module, name=name, spec=spec, world=world)
     except BaseException:
         before.put_back()
         raise
     Changes(before, module)
-    return spread_model, replaced
+    return model, replaced
+
+
+def _spread(
+    module: nn.Module, *, name: str, spec: ModelSpec, world: World
+) -> tuple[ShardedModel, Replaced]:
+    if spec.strategy not in _CUT_BY_UNIT:  # the others are whole on every rank anyway
+        initial = InitialWeights(module, name=name, world=world)
+        initial.give(module)
+        initial.check()
+    notes = sync_batchnorm.apply(module, spec, world)
+    wrapping = wrap(module, spec.wrap)
+    notes += [
+        *left_notes(name, wrapping),
+        *activation_checkpointing.apply(module, wrapping.units, spec),
+        *compiling.apply(module, wrapping.units, spec),
+        *precision.cast_inputs(module, spec),
+    ]
+    model, replaced = _STRATEGIES[spec.strategy](
+        module, name=name, spec=spec, world=world, units=wrapping.units
+    )
+    model.notes += notes
+    return model, replaced

@@ -23,6 +23,26 @@ def refuse_lossy(module: nn.Module, name: str) -> None:
                 f"{name}.{dotted} has a gradient hook, which its shards cannot keep; put it into "
                 "the model's forward (weight * mask, say), or remove it before %%fsdp_model"
             )
+    _refuse_embeddings(module, name)
+
+
+def refuse_unfit_when_whole(module: nn.Module, name: str) -> None:
+    """Raise if ranks that hold a model whole would not keep it the same.
+
+    Raises:
+        FsdpError: at a hook that takes a gradient before it is that of all ranks; at an embedding
+            that writes into its weight in forward, or whose gradient is sparse.
+    """
+    for dotted, parameter in module.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise FsdpError(
+                f"{name}.{dotted} has a hook that runs when its gradient is there, and that is not "
+                "yet the gradient of all ranks; remove it before %%fsdp_model"
+            )
+    _refuse_embeddings(module, name)
+
+
+def _refuse_embeddings(module: nn.Module, name: str) -> None:
     for dotted, part in module.named_modules():
         if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             continue

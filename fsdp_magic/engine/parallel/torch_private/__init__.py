@@ -8,6 +8,8 @@ A test in ``tests/engines`` fails when one of them moves.
 from fsdp_magic.engine.parallel.torch_private.backward import (
     BACKWARD_FUNCTION,
     _reset_iteration_state,
+    at_end_of_backward,
+    backward_number,
     count_missing_as_zero,
     forget_iteration,
     reduce_what_came_late,
@@ -25,7 +27,9 @@ from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
 from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, makes_state
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
+    cast_floating,
     read_scalars_whole,
+    shard_like,
     storage_bytes,
 )
 from fsdp_magic.engine.parallel.torch_private.units import (
@@ -36,6 +40,7 @@ from fsdp_magic.engine.parallel.torch_private.units import (
     keep_writes,
     name_in_collectives,
     parameter_groups,
+    set_divide_factor,
     settle_root,
     sharded_of_unsharded,
     units,
@@ -46,6 +51,9 @@ __all__ = [
     "BACKWARD_FUNCTION",
     "_reset_iteration_state",
     "align_group_count",
+    "at_end_of_backward",
+    "backward_number",
+    "cast_floating",
     "clear_gradients",
     "count_missing_as_zero",
     "forget_iteration",
@@ -63,7 +71,9 @@ __all__ = [
     "put_state_reference",
     "read_scalars_whole",
     "reduce_what_came_late",
+    "set_divide_factor",
     "settle_root",
+    "shard_like",
     "sharded_of_unsharded",
     "shut_down_workers",
     "state_reference",

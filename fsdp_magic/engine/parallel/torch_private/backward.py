@@ -51,6 +51,22 @@ def _reset_iteration_state(root: Any) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
 
 
+def backward_number() -> int:
+    """Return the number of the backward that is running in this thread, of nested ones the inner.
+
+    Source: the id of autograd's graph task, as torch/utils/checkpoint.py uses it.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward that is running ends without an exception.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py, which ends its own that way.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def count_missing_as_zero(unit: Any, used: set[int]) -> None:
     """Let a parameter without a gradient on this rank count as zeros when a unit is reduced.
 

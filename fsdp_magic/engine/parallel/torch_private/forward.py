@@ -33,6 +33,8 @@ def gathered_around(
 
     @functools.wraps(function)
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a part of a unit that is in its forward
+            return function(self, *args, **kwargs)
         # a deep copy of the module has this method too, but none of the unit's parameters
         if state._training_state is TrainingState.FORWARD or id(self) != own:
             return function(self, *args, **kwargs)

@@ -86,6 +86,18 @@ def sharded_of_unsharded(model: nn.Module) -> dict[int, nn.Parameter]:
     }
 
 
+def set_divide_factor(model: nn.Module, factor: float | None) -> None:
+    """Let reductions divide the sum of gradients by a number; None: by the number of ranks.
+
+    By a division after a sum: gloo knows no premultiplied one. ``FSDPModule`` takes no None, and
+    given the number of ranks torch divides twice where a shard is one rank's (foreach_reduce).
+    """
+    for _, unit in units(model):
+        unit.set_force_sum_reduction_for_comms(True)
+        for group in parameter_groups(unit):
+            group.gradient_divide_factor = factor
+
+
 def settle_root(root: Any) -> None:
     """Make a module the root of its units now, not at its first forward.
 
@@ -123,9 +135,12 @@ def keep_writes(group: Any) -> None:
         shard = parameter.sharded_param.detach().to_local()
         parts = parameter._unsharded_param.detach().chunk(parameter.mesh_info.shard_mesh_size)
         rank = parameter.mesh_info.shard_mesh_rank
-        if rank >= len(parts) or torch.equal(parts[rank].to(shard.dtype), shard):
+        if rank >= len(parts):
             continue
-        shard.copy_(parts[rank])
+        # gathered in a lower precision, what nobody wrote to is no longer what the shard holds
+        written = parts[rank] != shard.to(parts[rank].dtype)
+        if written.any():
+            shard.copy_(torch.where(written, parts[rank].to(shard.dtype), shard))
 
 
 def clear_gradients(group: Any, modules: set[nn.Module]) -> None:

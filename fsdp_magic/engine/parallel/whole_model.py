@@ -1,0 +1,320 @@
+"""ENGINE: a model that every rank holds whole: its gradients are reduced, its parameters stay.
+
+A hook on each parameter notes that its gradient is there. What happens then depends on who asked
+for the backward. Within an automatic step gradients stay on this rank until the last backward,
+and are reduced while that runs, as they arrive (``gradient_buckets.py``). Within a manual step
+they are averaged once all ranks have agreed that the backward succeeded; anywhere else at the end
+of it. An earlier backward left the same on every rank, and the mean of that is that.
+
+The module, its class and its parameters stay the person's: nothing wraps them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.placement import ParameterPlacement, Placement
+from fsdp_magic.core.specs import ModelSpec
+from fsdp_magic.engine.collectives import UNITS
+from fsdp_magic.engine.parallel.gradient_buckets import GradientReduction, buckets_of
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.whole_models import forget, living, reduce_after_backward, remember
+from fsdp_magic.engine.world import World
+
+
+class WholeModel(ShardedModel):
+    """A model that every rank holds whole.
+
+    Collective: every rank must make its own.
+
+    Args:
+        module: its root, with the same values on every rank.
+        name: what it was bound to.
+        spec: how it is spread.
+        world: over whom.
+    """
+
+    def __init__(self, module: nn.Module, *, name: str, spec: ModelSpec, world: World) -> None:
+        super().__init__(module, name=name, spec=spec, world=world)
+        self._group = world.gradients_group()
+        self._trained: Collection[int] = ()
+        self._pending: set[int] = set()
+        """Ids of parameters with a gradient of this rank alone in it."""
+        self._unsynced: Counter[int] = Counter()
+        self._adds_up = self._within_step = False
+        self._arrived: dict[int, None] = {}
+        self._arriving_late: set[int] = set()
+        self._order: list[int] = []
+        self._reduction: GradientReduction | None = None
+        remember(self)
+        for parameter in module.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                with _requiring_gradient(parameter):  # one that is frozen may be trained later
+                    self._watch(parameter)
+        if spec.accumulate_sync == "every":
+            self.notes.append(
+                f"--accumulate-sync every changes nothing under {spec.strategy}: gradients are "
+                "whole on every rank, so they are reduced once a step"
+            )
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Have every gradient of a parameter noted."""
+        note = functools.partial(_note, weakref.ref(self))
+        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Count no longer among the models that are held whole."""
+        forget(self)
+
+    def come_back(self) -> None:
+        """Count among them again."""
+        remember(self)
+
+    # -- where parameters live
+
+    def placement(self) -> Placement:
+        """Return where every parameter lives; the same on every rank, without communication."""
+        return Placement(
+            model=self.name,
+            strategy=self.strategy,
+            world_size=self._world.world_size,
+            parameters=tuple(
+                ParameterPlacement(
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    local_shapes=(tuple(parameter.shape),) * self._world.world_size,
+                    dtype=str(parameter.dtype).removeprefix("torch."),
+                    element_bytes=parameter.element_size(),
+                    kind="replicated",
+                    unit="",
+                )
+                for name, parameter in self.module.named_parameters()
+            ),
+            notes=tuple(self.notes),
+        )
+
+    def reshard(self) -> None:
+        """Do nothing: parameters are always whole."""
+
+    def settle(self, trained: Collection[int]) -> None:
+        """Note, as a run begins, what of it is trained.
+
+        Args:
+            trained: ids of the parameters that optimizers hold.
+        """
+        self._trained = frozenset(trained)
+        self._arriving_late.clear()
+        self._order = []
+
+    def held(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what an optimizer holds for a parameter of the module."""
+        return parameter
+
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if id(self.held(p)) in self._trained]
+
+    # -- gradients
+
+    @contextmanager
+    def added_up(self) -> Iterator[None]:
+        """Add gradients up over the ranks inside, where they would be averaged."""
+        self._adds_up = True
+        for parameter in self._trained_parameters():
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            self._adds_up = False
+            self.forget_iteration()  # nothing is left of a run but what an exception ended
+
+    @contextmanager
+    def reducing(self, *, is_last: bool) -> Iterator[None]:
+        """Have one backward of a step inside.
+
+        Args:
+            is_last: whether it is the last one.
+        """
+        self._arrived.clear()
+        self._within_step = True
+        if is_last and self._adds_up and self._order and _is_trained_alone(self):
+            self._reduction = self._new_reduction()
+        try:
+            yield
+        finally:
+            self._within_step = False
+
+    def reduce(self) -> None:
+        """Make gradients those of all ranks.
+
+        Collective: every rank must call this, after a backward. Where gradients are added up,
+        those that are missing here and not on another rank are zeros by now.
+        """
+        if self._adds_up:
+            reduction = self._reduction or self._new_reduction()
+            self._reduction = None
+            reduction.finish()
+            self._pending.clear()
+            self._settle_order()
+        else:
+            self._average()
+
+    def reduced_here(self) -> set[int]:
+        """Return the ids of whole parameters whose gradients ``reduce`` takes care of."""
+        return {id(parameter) for parameter in self.module.parameters()}
+
+    def fill_missing(self, used: Collection[int]) -> None:
+        """Have zeros as the gradients of parameters that only other ranks used.
+
+        Args:
+            used: ids of the parameters, as optimizers hold them, that some rank used.
+        """
+        for parameter in self.module.parameters():
+            if parameter.grad is None and id(self.held(parameter)) in used:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that gradients of a backward arrive at."""
+        return (p for p in self.module.parameters() if p.requires_grad)
+
+    def updated(self) -> None:
+        """Do nothing: every rank has updated its own."""
+
+    def forget_iteration(self) -> None:
+        """Forget a forward or backward that an exception ended.
+
+        What was on its way is never waited for: its transport is gone.
+        """
+        self._reduction = None
+        self._within_step = False
+        for parameter in self.module.parameters():
+            if id(parameter) in self._pending:
+                parameter.grad = None
+        self._pending.clear()
+        self._unsynced.clear()
+
+    @contextmanager
+    def unsynced(self, parameters: Collection[int]) -> Iterator[None]:
+        """Leave the gradients of parameters on this rank inside.
+
+        Args:
+            parameters: their ids.
+        """
+        self._unsynced.update(parameters)
+        try:
+            yield
+        finally:
+            self._unsynced.subtract(parameters)
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Note that a gradient has arrived, and reduce it when it is time."""
+        self.used.add(id(self.held(parameter)))
+        self._pending.add(id(parameter))
+        if self._within_step:
+            self._note_in_step(parameter)
+        elif not self._unsynced[id(parameter)]:
+            reduce_after_backward(self)
+
+    def _note_in_step(self, parameter: nn.Parameter) -> None:
+        if id(parameter) not in self._arrived:
+            self._arrived[id(parameter)] = None
+            if self._reduction is not None and id(parameter) not in self._arriving_late:
+                self._reduction.arrived(parameter)
+            return
+        # a reentrant checkpoint goes backward within the backward
+        self._arriving_late.add(id(parameter))
+        if self._reduction is not None and self._reduction.is_launched(parameter):
+            raise FsdpError(
+                f"`{self._name_of(parameter)}` got one more gradient when the first was on its way "
+                "to the other ranks, as a reentrant checkpoint does; type: "
+                "checkpoint(..., use_reentrant=False)"
+            )
+
+    def _new_reduction(self) -> GradientReduction:
+        parameters = self._trained_parameters()
+        expected = [parameters[n] for n in self._order] or parameters[::-1]
+        return GradientReduction(buckets_of(expected), name=self.name, group=self._group)
+
+    def _settle_order(self) -> None:
+        """Expect gradients in the order in which rank 0 got them in the first step of a run.
+
+        What it did not get, or got twice, comes last, so that nothing waits for it.
+
+        Collective: every rank must call this.
+        """
+        parameters = self._trained_parameters()
+        if self._order or not parameters:
+            return
+        arrived = [n for n in self._arrived if n not in self._arriving_late]
+        place = {number: place for place, number in enumerate(arrived)}
+        places = [place.get(id(parameter), len(place)) for parameter in parameters]
+        order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
+        dist.broadcast(order, group_src=0, group=self._group)
+        self._order = order.tolist()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Average the gradients that are those of one rank alone, on any rank.
+
+        Collective: every rank must call this.
+        """
+        parameters = list(self.module.parameters())
+        flags = torch.tensor([self._is_pending(p) for p in parameters], dtype=torch.uint8)
+        all_reduce = UNITS.naming(self.name, dist.all_reduce)
+        all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        chosen = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
+        for parameter in chosen:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        GradientReduction(buckets_of(chosen[::-1]), name=self.name, group=self._group).finish()
+        for parameter in chosen:
+            assert parameter.grad is not None
+            parameter.grad /= self._world.world_size
+        self._pending.difference_update(map(id, chosen))
+
+    def _is_pending(self, parameter: nn.Parameter) -> bool:
+        if parameter.grad is None or self._unsynced[id(parameter)]:
+            return False
+        return id(parameter) in self._pending
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        names = (n for n, p in self.module.named_parameters() if p is parameter)
+        return f"{self.name}.{next(names, 'a parameter')}"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer of the newest run holds any of it."""
+        return any(id(self.held(p)) in self._trained for p in self.module.parameters())
+
+
+@contextmanager
+def _requiring_gradient(parameter: nn.Parameter) -> Iterator[None]:
+    """Have a parameter require a gradient inside: else torch registers no hook on it."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
+
+
+def _note(model: weakref.ref[WholeModel], parameter: nn.Parameter) -> None:
+    alive = model()
+    if alive is not None and alive.alive:
+        alive.note(parameter)
+
+
+def _is_trained_alone(model: WholeModel) -> bool:
+    """Return whether no other whole model is trained.
+
+    In which order the buckets of two came would depend on the graphs, which ranks need not share.
+    """
+    return not any(other.is_trained for other in living() if other is not model)
