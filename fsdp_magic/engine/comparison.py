@@ -98,6 +98,7 @@ class Comparison:
         Collective: every rank must call this.
         """
         engine, world = self._engine, self._engine.world
+        gc.collect()  # modules and what spread them before hold themselves in cycles
         try:
             for name, module in self._aside.plain().items():
                 spec = request.variant.applied(self._specs[name], world_size=world.world_size)
@@ -224,7 +225,6 @@ def compare(engine: State, request: CompareRequest) -> Reply:
             failure = engine.failure(error, "compare", advice="")
         return Reply(rank=engine.world.rank, failure=failure)
     finally:
-        gc.collect()  # modules and what spread them hold themselves in cycles
         engine.give_memory_back()
     return Reply(rank=engine.world.rank, report=report)
 

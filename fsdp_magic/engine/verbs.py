@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from fsdp_magic.engine.comparison import compare, put_back, set_aside
 from fsdp_magic.engine.console import bind_names, open_console
 from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.parallel.meta import parameters_on_meta
 from fsdp_magic.engine.parallel.pretrained import MAPPED
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
@@ -131,7 +133,8 @@ def model(engine: Engine, request: ModelRequest) -> Reply:
         with INTERRUPTS.allowed():
             cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
             engine.lost_models.refuse(cell.used)
-            result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
+            with parameters_on_meta() if request.spec.meta else nullcontext():
+                result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
             wanted, left = modeling.wanted_modules(
                 engine.namespace, request.spec, assigned=cell.assigned, models=engine.models
             )

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import ParameterPlacement, Placement, shard_rows
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import cpu_offload, precision, torch_private
 from fsdp_magic.engine.parallel.hybrid_shard import mesh_of
+from fsdp_magic.engine.parallel.meta import InitialWeights, move
 from fsdp_magic.engine.parallel.methods import (
     forget_calls,
     free_before_steps,
@@ -159,22 +159,24 @@ def shard(
     model = FsdpModel(module, name=name, spec=spec, world=world)
     places = _places(module)
     mesh = mesh_of(spec, world)
-    _refuse_meta(module, name)
+    initial = InitialWeights(module, name=name, world=world)
     refuse_lossy(module, name)
     # FSDP2 cannot cut a scalar, nor what has no rows
     ignored = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
     ignored |= precision.kept_as_made(module, spec)
     units = of_one_dtype(module, units, name=name, whole=ignored)
-    module.to(world.device)
+    move(module, world.device)
     named = [*module.named_parameters(), *module.named_buffers()]
+    named = [(dotted, tensor) for dotted, tensor in named if not tensor.is_meta]
     if take_from_rank_0(named, built=name, world=world):
         model.notes.append(f"the ranks had built {name} differently; all have rank 0's weights now")
     for parameter in module.parameters():
-        if not parameter.is_contiguous():
+        if not parameter.is_meta and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     policy, notes = cpu_offload.policy(spec, world)
     model.notes += notes
     for unit in units:
+        ignored |= initial.give(*unit, whole=ignored)
         fully_shard(
             list(unit) if len(unit) > 1 else unit[0],
             mesh=mesh,
@@ -184,6 +186,8 @@ def shard(
             offload_policy=policy,
         )
         MAPPED.release(places)
+    ignored |= initial.give(module, whole=ignored)
+    initial.check()
     # the root is gathered for the whole forward; freeing it just before backward gains nothing
     fully_shard(
         module,
@@ -253,15 +257,6 @@ def _places(module: nn.Module) -> list[tuple[nn.Parameter, nn.Module, str]]:
         for attribute, parameter in owner._parameters.items()
         if parameter is not None
     ]
-
-
-def _refuse_meta(module: nn.Module, name: str) -> None:
-    empty = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
-    if empty:
-        raise FsdpError(
-            f"{name} is on the meta device, without weights (first: {empty[0]}); build it on the "
-            "CPU"
-        )
 
 
 def _set_divide_factor(model: FsdpModel, factor: float | None) -> None:

@@ -18,6 +18,7 @@ from fsdp_magic.engine.parallel import (
     sync_batchnorm,
     zero1,
 )
+from fsdp_magic.engine.parallel.meta import InitialWeights
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unspread import Changes, Shape
 from fsdp_magic.engine.parallel.wrapping import left_notes, wrap
@@ -32,6 +33,8 @@ _STRATEGIES: Mapping[str, Callable[..., tuple[ShardedModel, Replaced]]] = {
     "zero1": zero1.replicate_with_sharded_state,
     "ddp": ddp.replicate,
 }
+_CUT_BY_UNIT = ("full_shard", "shard_grad_op", "hybrid_shard")
+"""Strategies that give a model built with ``--meta`` its memory unit by unit."""
 
 
 def spread(
@@ -56,6 +59,22 @@ def spread(
     compiling.refuse_unfit(spec)
     forwards.bare(module)  # of what an attempt left that was refused
     before = Shape(module.modules())
+    try:
+        model, replaced = _spread(module, name=name, spec=spec, world=world)
+    except BaseException:
+        before.put_back()
+        raise
+    Changes(before, module)
+    return model, replaced
+
+
+def _spread(
+    module: nn.Module, *, name: str, spec: ModelSpec, world: World
+) -> tuple[ShardedModel, Replaced]:
+    if spec.strategy not in _CUT_BY_UNIT:  # the others are whole on every rank anyway
+        initial = InitialWeights(module, name=name, world=world)
+        initial.give(module)
+        initial.check()
     notes = sync_batchnorm.apply(module, spec, world)
     wrapping = wrap(module, spec.wrap)
     notes += [
@@ -68,5 +87,4 @@ def spread(
         module, name=name, spec=spec, world=world, units=wrapping.units
     )
     model.notes += notes
-    Changes(before, module)
     return model, replaced
