@@ -46,12 +46,17 @@ def align_group_count() -> None:
 
 
 def shard_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a rank's part as a tensor that is sharded as another, on the device of the part.
+    """Return a rank's part, which is not copied, as a tensor that is sharded as another.
 
-    ``DTensor.from_local`` moves it to the mesh's device, and offloaded shards are on the host.
+    ``DTensor.from_local`` takes ten times as long, and moves the part to the mesh's device, while
+    offloaded shards are on the host.
+
+    Source: ``_from_local_no_grad`` (torch/distributed/fsdp/_fully_shard/_fsdp_common.py).
     """
-    meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    spec = like._spec
+    if local.dtype != like.dtype:
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     made: Any = DTensor
     sharded: DTensor = made(local, spec, requires_grad=False)
     return sharded
@@ -61,15 +66,6 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor holds on this rank; of a DTensor, its shard's."""
     local = getattr(tensor, "_local_tensor", tensor)
     return int(local.numel() * local.element_size())
-
-
-def shard_like(rows: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a sharded tensor of this rank's rows, which are not copied.
-
-    Source: ``_from_local_no_grad`` (torch/distributed/fsdp/_fully_shard/_fsdp_common.py); the
-    public ``DTensor.from_local`` takes ten times as long.
-    """
-    return DTensor(rows, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
