@@ -188,3 +188,19 @@ def test_a_card_without_bf16_is_told_to_take_fp16(session):
     assert session.pull("said") == (
         "Tesla T4 does not compute in bf16 (cards since Ampere do); type --precision fp16"
     )
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
+def test_gradients_are_added_up_in_fp32(session, strategy):
+    """The sum of two bf16 numbers seldom is one; summed in bf16 all of them would be."""
+    code = built() + (
+        "fine = []\n"
+        "def look(*_):\n"
+        "    gradients = [p.grad for p in model.parameters()]\n"
+        "    gradients = [g.to_local() if hasattr(g, 'to_local') else g for g in gradients]\n"
+        "    fine.append(any((g != g.bfloat16()).any().item() for g in gradients))\n"
+        "optimizer.register_step_pre_hook(look)\n"
+    )
+    session.model(code, strategy=strategy, precision="bf16", show=False)
+    session.train(cell(), data="data", steps=1, micro_batch_size=8, show=False)
+    assert session.pull("fine", rank="all") == [[True], [True]]
