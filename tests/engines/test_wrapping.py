@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import programs
 import pytest
 import torch
 from equality import (
@@ -20,6 +21,9 @@ from equality import (
 )
 from families import CELL, FAMILIES, model_of, program_of
 from loops import check_losses, check_weights, in_one_process, norm_of
+from programs import Program
+from test_lora import CELL as LORA_CELL
+from test_lora import built as lora
 from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
@@ -290,6 +294,45 @@ def test_f30_a_model_of_two_trainable_dtypes_trains_as_in_one_process(session) -
     units = {p.unit for p in session.shards(show=False).parameters if p.dtype == "float32"}
     assert units == {f"blocks.{n}.3" for n in range(3)}
     assert_equal(measured, reference(case), tolerance=1e-6)  # float32 rounds their gradients
+
+
+LORA = Program(built=lora("float64", "float64"), cell=LORA_CELL)
+
+
+@cache
+def lora_reference() -> Trajectory:
+    return programs.in_one_process(LORA)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # of peft, about transformers
+@pytest.mark.parametrize(
+    ("strategy", "rule", "dtypes"),
+    [
+        ("full_shard", "size:1", ("float64", "float64")),
+        *(
+            pytest.param(strategy, rule, dtypes, marks=pytest.mark.nightly)
+            for strategy, rule in (
+                ("full_shard", "size:1"),
+                ("shard_grad_op", "size:5000"),
+                ("full_shard", "GPT2Attention,GPT2Block"),
+                ("shard_grad_op", "none"),
+                ("hybrid_shard", "size:1"),
+                ("hybrid_shard", "blocks"),
+            )
+            for dtypes in (("float64", "float64"), ("bfloat16", "float32"))
+        ),
+    ],
+)
+def test_f13_adapters_train_under_every_rule(session, strategy: str, rule: str, dtypes) -> None:
+    size = 1 if strategy == "hybrid_shard" else None
+    session.model(lora(*dtypes), strategy=strategy, wrap=rule, shard_size=size, show=False)
+    measured = programs.trained(session, LORA)
+    if dtypes == ("float64", "float64"):
+        assert_equal(measured, lora_reference(), tolerance=1e-9)
+    moved = {n for n, value in measured.after.items() if not torch.equal(value, measured.before[n])}
+    assert moved == {name for name in measured.after if "lora" in name}
+    for name, value in measured.after.items():
+        assert str(value.dtype) == f"torch.{dtypes['lora' in name]}"
 
 
 # ---------------------------------------------------------------- families of transformers
