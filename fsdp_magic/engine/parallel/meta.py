@@ -116,6 +116,11 @@ class InitialWeights:
             self._judge(self._given[id(meta)], meta, is_exact=is_exact)
         return {self._given[id(meta)] for meta, _ in metas.values() if meta in whole}
 
+    @property
+    def given(self) -> dict[int, nn.Parameter]:
+        """The new parameters of what was given last, by the ids of those on the meta device."""
+        return dict(self._given)
+
     def check(self) -> None:
         """Raise, naming all, if the rules left anything without its values.
 
@@ -139,6 +144,7 @@ class InitialWeights:
             if empty.is_floating_point() or empty.is_complex():
                 empty.fill_(torch.nan)
             given = nn.Parameter(empty, requires_grad=meta.requires_grad)
+            vars(given).update(vars(meta))  # a person's marks on it, such as p.no_decay
             self._given[id(meta)], self._versions[id(meta)] = given, given._version
         return self._given[id(meta)]
 

@@ -71,9 +71,12 @@ def spread(
 def _spread(
     module: nn.Module, *, name: str, spec: ModelSpec, world: World
 ) -> tuple[ShardedModel, Replaced]:
+    before = list(module.parameters())  # while they live, no other gets their ids
+    given: Replaced = {}
     if spec.strategy not in _CUT_BY_UNIT:  # the others are whole on every rank anyway
         initial = InitialWeights(module, name=name, world=world)
         initial.give(module)
+        given = initial.given
         initial.check()
     notes = sync_batchnorm.apply(module, spec, world)
     wrapping = wrap(module, spec.wrap)
@@ -87,4 +90,5 @@ def _spread(
         module, name=name, spec=spec, world=world, units=wrapping.units
     )
     model.notes += notes
-    return model, replaced
+    del before
+    return model, replaced | {old: replaced.get(id(new), new) for old, new in given.items()}
