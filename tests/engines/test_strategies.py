@@ -13,7 +13,7 @@ from equality import GLOBAL_BATCH, STEPS, Trajectory, assert_equal
 from fsdp_magic.notebook.session import Session
 
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "ddp", "hybrid_shard")
-ENGINES = (1, 2, 4)
+ENGINES = (2, 4, 1)
 WRAPS = ("blocks", "size:1000", "class", "none")
 ACCUMULATE = (1, 4)
 CHECKPOINTING = (False, "blocks", "selective")
