@@ -32,8 +32,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest; tests=$$?; wait $$types && exit $$tests
 
 lab: $(INSTALLED)
 	$(BIN)/jupyter lab $(LAB_ARGS) notebooks/quickstart.ipynb

@@ -1,7 +1,7 @@
-"""Training on engines equals the plain loop of one process.
+"""Training on engines equals the plain loop of one process: AdamW, float32 and clipping.
 
-float64 with SGD and without clipping, because AdamW hides a wrong gradient scale and clipping
-hides it again; then AdamW with two groups, float32 as a smoke test, and clipping by itself.
+``test_strategies.py`` has what comes first, float64 with SGD and without clipping: AdamW hides a
+wrong gradient scale, and clipping hides it again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from coverings import pairwise
 from equality import (
     ADAMW,
     GPT2,
@@ -25,7 +24,6 @@ from equality import (
 
 MODELS = {"gpt2-tied": (GPT2, GPT2_CELL), "plain": (PLAIN, PLAIN_CELL)}
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "ddp")
-ENGINES = (1, 2, 4)
 
 
 @cache
@@ -36,13 +34,6 @@ def reference(case: Case) -> Trajectory:
 def case_of(model: str, **options: object) -> Case:
     code, cell = MODELS[model]
     return Case(model=code, cell=cell, **options)
-
-
-@pairwise(engines=ENGINES, strategy=STRATEGIES, accumulate=[1, 4], model=MODELS)
-def test_training_equals_one_process(world, engines, strategy, accumulate, model):
-    case = case_of(model)
-    measured = on_engines(world(engines), case, accumulate=accumulate, strategy=strategy)
-    assert_equal(measured, reference(case), tolerance=1e-9)
 
 
 @pytest.mark.parametrize(("engines", "strategy"), [(2, "full_shard"), (4, "shard_grad_op")])

@@ -102,7 +102,7 @@ def test_interrupts_at_random_moments_around_a_cells_end_lose_no_reply(session: 
         for pid in pids:
             os.kill(pid, signal.SIGINT)
 
-    for _ in range(200):
+    for _ in range(100):
         interrupter = threading.Thread(target=interrupt, args=(chance.uniform(0.015, 0.035),))
         interrupter.start()
         started = time.monotonic()

@@ -26,7 +26,8 @@ def test_everything_that_needs_a_gpu() -> None:
     assert report["passed"], report
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
 def test_the_gpu_script_passes_its_rehearsal_on_cpu() -> None:
     report = run("--device", "cpu")
     assert report["rehearsal"]

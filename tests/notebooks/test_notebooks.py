@@ -20,9 +20,15 @@ ROOT = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in ROOT.glob("*.ipynb"))
 LONGEST_SECONDS = 240
 SHORTER = {
-    "quickstart.ipynb": {"--steps 400": "--steps 160", "max_new_tokens=120": "max_new_tokens=30"},
+    "quickstart.ipynb": {"--steps 400": "--steps 100", "max_new_tokens=120": "max_new_tokens=30"},
     "gan.ipynb": {"--steps 250": "--steps 40"},
     "finetune.ipynb": {"--epochs 6": "--epochs 1"},
+    "strategies.ipynb": {
+        "n_layer=6": "n_layer=2",
+        "n_embd=256": "n_embd=64",
+        "%fsdp_compare --steps 6": "%fsdp_compare --steps 2",
+        "%fsdp_compare --steps 4": "%fsdp_compare --steps 2",
+    },
 }
 """What is written otherwise where every commit runs it; ``make nightly`` runs them whole."""
 PANEL, MOSAIC = 'aria-label="Training run: Done"', 'aria-label="Placement"'
@@ -105,7 +111,7 @@ def test_every_notebook_runs_and_says_nothing_red(executed: Execute, name: str) 
 
 def test_the_quickstart_learns(executed: Execute) -> None:
     loss, _ = learned(executed("quickstart.ipynb"))
-    assert loss < 2.8
+    assert loss < 3.0
 
 
 @pytest.mark.nightly
