@@ -258,18 +258,6 @@ def test_a_scalar_parameter_is_kept_whole(session):
     assert kinds["first.weight"] == "sharded"
 
 
-def test_mixed_dtypes_in_a_unit_are_all_named_before_anything_is_sharded(session):
-    with pytest.raises(CellFailedError, match="one dtype") as caught:
-        session.model(
-            "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(2, 2), "
-            "torch.nn.Linear(2, 2).double())",
-            show=False,
-        )
-    assert "0.weight (float32)" in str(caught.value)
-    assert "1.bias (float64)" in str(caught.value)
-    assert session.pull("type(model).__name__") == "Sequential"
-
-
 def test_a_cell_without_a_module_is_one_clear_line(session):
     with pytest.raises(CellFailedError, match="binds no module with parameters"):
         session.model("x = 1", show=False)
