@@ -40,17 +40,19 @@ def rows(text: str) -> list[str]:
 
 
 def test_an_endless_loop_is_told_live_and_at_the_timeout(
-    session: Session, capsys: pytest.CaptureFixture[str]
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a rank that never lets go of the interpreter answers late, and must answer the same question
+    monkeypatch.setattr(waiting, "WAIT_SECONDS", 0.8)
     session.run(SETUP, show=False)
     capsys.readouterr()
     with pytest.raises(CellFailedError) as caught:
-        session.run("if rank == 0:\n    while True: pass\ndist.barrier()", timeout=1.5)
+        session.run("if rank == 0:\n    while True: pass\ndist.barrier()", timeout=2.5)
     table = [
         "0 computes 2: while True: pass",
         "1 calls barrier, waits for rank 0 3: dist.barrier()",
     ]
-    assert rows(str(caught.value)) == [TIMED_OUT.format(1.5), rows(str(caught.value))[1], *table]
+    assert rows(str(caught.value)) == [TIMED_OUT.format(2.5), rows(str(caught.value))[1], *table]
     head, *told, hint = rows(capsys.readouterr().err)
     assert (head, told) == ("rank what it does line of the cell since", table)
     assert hint == "it goes on when the others come; press stop to end it"
