@@ -221,6 +221,7 @@ def _prepare(model: FsdpModel) -> None:
         torch_private.count_missing_as_zero(unit, model.used)
         torch_private.reduce_what_came_late(unit)
         torch_private.gather_outside_inference(unit)
+        torch_private.gather_for_written_views(unit)
     gather_around_calls(model.module)
     free_before_steps(model.module)
     torch_private.read_scalars_whole()
