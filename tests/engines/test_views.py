@@ -32,14 +32,15 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
     def forward(self, x):
-        first, second, third = self.layers
-        h, _, _ = first(x)
+        h, _, _ = self.layers[0](x)
         h += x
-        k, given, columns = second(h.tanh())
+        k, given, columns = self.layers[1](h.tanh())
         k += h * 2
         k *= 1.5
         k[0] = given * 2
-        return third(k.tanh())[0].pow(2).mean() + columns.sin().sum()
+        out, _, _ = self.layers[2](k.tanh())
+        out *= h
+        return out.pow(2).mean() + columns.sin().sum()
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
