@@ -29,9 +29,9 @@ def summary(placement: Placement, held: Sequence[int]) -> str:
     uneven = mean and max(held) / mean >= 1.005
     balance = f" · fullest rank {max(held) / mean:.2f}× the mean" if uneven else ""
     return (
-        f"{shortened(placement.strategy)} on {placement.world_size} "
-        f"rank{'s' if placement.world_size != 1 else ''}{_copies(placement)} · "
-        f"{len(placement.parameters)} tensors · "
+        f"{shortened(placement.strategy)} on {_counted(placement.world_size, 'rank')}"
+        f"{_copies(placement)} · "
+        f"{_counted(len(placement.parameters), 'tensor')} · "
         f"{count_text(placement.parameter_count)} parameters · "
         f"{bytes_text(placement.global_bytes)}{balance}"
     )
@@ -45,6 +45,10 @@ def manner(placement: Placement) -> str:
     said += ["CPU offload"] if placement.cpu_offload else []
     said += ["compiled"] if placement.compiled else []
     return " · ".join(filter(None, said))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _copies(placement: Placement) -> str:
@@ -74,8 +78,9 @@ def _units(placement: Placement) -> str:
     listed += ", the root" if "" in sizes else ""
     largest = max(sizes, key=lambda unit: sizes[unit])
     of = shortened(largest) or "the root"
-    count = f"{len(sizes)} unit{'s' if len(sizes) > 1 else ''}"
-    return f"{count}: {listed}; the largest {bytes_text(sizes[largest])} ({of})"
+    return (
+        f"{_counted(len(sizes), 'unit')}: {listed}; the largest {bytes_text(sizes[largest])} ({of})"
+    )
 
 
 def _folded(names: Iterable[str]) -> list[str]:

@@ -237,9 +237,9 @@ def test_a_block_of_another_unit_does_not_fold() -> None:
 @pytest.mark.parametrize(
     ("world", "copies", "said"),
     [
-        (8, 2, "8 ranks · 2 copies: ranks 0-3, 4-7 · 1 tensors"),
-        (2, 2, "2 ranks · 2 copies, one on each rank · 1 tensors"),
-        (64, 8, "64 ranks · 8 copies: ranks 0-7, 8-15, 16-23, …, 56-63 · 1 tensors"),
+        (8, 2, "8 ranks · 2 copies: ranks 0-3, 4-7 · 1 tensor"),
+        (2, 2, "2 ranks · 2 copies, one on each rank · 1 tensor"),
+        (64, 8, "64 ranks · 8 copies: ranks 0-7, 8-15, 16-23, …, 56-63 · 1 tensor"),
     ],
 )
 def test_the_ranks_of_each_copy_are_said(world: int, copies: int, said: str) -> None:
