@@ -109,5 +109,6 @@ def _computes(placement: Placement) -> str:
     """Return what the model computes in: a precision that was asked for, or that of its weights."""
     if placement.precision in ("bf16", "fp16"):
         return f"computes in {placement.precision}"
-    made = list(dict.fromkeys(parameter.dtype for parameter in placement.parameters))
+    dtypes = dict.fromkeys(parameter.dtype for parameter in placement.parameters)
+    made = [dtype for dtype in dtypes if "float" in dtype or "complex" in dtype]
     return f"computes in {shortened(', '.join(made))}" if made else ""

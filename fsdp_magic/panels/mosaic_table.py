@@ -80,7 +80,7 @@ def mosaic_table(columns: Sequence[Column], lines: Sequence[str], *, what: str) 
         what: heading of the names.
     """
     # Of eight ranks names get 29 %, ranks 60 %: a name and a rank's sum have to fit.
-    least = max(560, 97 * len(columns))
+    least = max(560, 97 * len(columns)) if len(columns) > 1 else 340
     drawn = table(_head(columns, what), lines, fixed=True)
     return f'<div style="min-width:{least}px">{drawn}</div>'
 
