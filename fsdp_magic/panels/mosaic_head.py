@@ -12,7 +12,9 @@ from fsdp_magic.panels.parts import shortened
 _WHOLE = {
     "zero1": "parameters whole on each rank, the optimizer's state in shards",
     "ddp": "parameters, gradients and the optimizer's state whole on each rank",
+    "hybrid_shard": "parameters, gradients and the optimizer's state whole on each rank",
 }
+"""Where nothing is gathered."""
 _NUMBER = re.compile(r"(.*?\.)??(\d{1,9})((?:\..*)?)", re.DOTALL)
 _MOST = 4
 """So many names of units, or ranks of copies, are listed; rows say the others."""

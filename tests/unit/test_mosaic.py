@@ -205,8 +205,9 @@ def replicated(world: int, strategy: str) -> Placement:
 def test_what_is_whole_says_what_is_not() -> None:
     for shown in both(replicated(2, "zero1")):
         assert "the optimizer's state in shards" in shown
-    for shown in both(replicated(2, "ddp")):
-        assert "the optimizer's state whole on each rank" in shown
+    for strategy in ("ddp", "hybrid_shard"):
+        for shown in both(replicated(2, strategy)):
+            assert "the optimizer's state whole on each rank" in shown
 
 
 def test_ranks_that_hold_everything_share_a_column_and_every_row_opens() -> None:
