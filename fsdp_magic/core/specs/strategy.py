@@ -175,12 +175,11 @@ class StrategySpec:
         return {**rest, **given}
 
 
-def known_strategy(value: object) -> str:
+def known_strategy(value: object, flag: str = "--strategy") -> str:
     """Return our name for a strategy typed in any case or under a habitual name."""
     name = str(value).lower().replace("-", "_").replace("zero_", "zero")
-    if name in STRATEGY_HABITS or name in get_args(Strategy):
-        return _word("--strategy", name, Strategy, STRATEGY_HABITS)
-    return _word("--strategy", value, Strategy)
+    known = name in STRATEGY_HABITS or name in get_args(Strategy)
+    return _word(flag, name if known else value, Strategy, STRATEGY_HABITS)
 
 
 def _checkpointed(value: object) -> str | bool:
