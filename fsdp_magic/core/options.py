@@ -18,6 +18,7 @@ class Option:
         help: one line, lower case, with the unit.
         takes: a word for its value in help; empty for a flag without a value.
         choices: the values allowed, if they can be listed.
+        offers: values that Tab offers where others are allowed, too.
         alone: the value that the flag means without one, if it may stand alone; the next word is
             its value only if that is one of its choices.
         habits: other names for the flag that people type by habit.
@@ -32,6 +33,7 @@ class Option:
     help: str
     takes: str = ""
     choices: tuple[str, ...] = ()
+    offers: tuple[str, ...] = ()
     alone: str = ""
     habits: tuple[str, ...] = ()
     shorthands: tuple[tuple[str, str | None], ...] = ()
@@ -45,6 +47,7 @@ def option(
     help: str,
     takes: str = "",
     choices: tuple[str, ...] = (),
+    offers: tuple[str, ...] = (),
     alone: str = "",
     habits: tuple[str, ...] = (),
     shorthands: tuple[tuple[str, str | None], ...] = (),
@@ -57,6 +60,7 @@ def option(
         help=help,
         takes=takes,
         choices=choices,
+        offers=offers,
         alone=alone,
         habits=habits,
         shorthands=shorthands,

@@ -59,6 +59,10 @@ class Placement:
         parameters: in the model's order, tied ones once.
         notes: sentences a person should read (what was tied, replaced, left alone).
         replicas: copies of what is sharded; more than one under ``hybrid_shard``.
+        precision: what forward and backward compute in; ``fp32``: as the weights were made.
+        activation_checkpointing: of what activations are computed again; empty: of nothing.
+        cpu_offload: whether shards are kept in host memory.
+        compiled: whether units are compiled.
     """
 
     model: str
@@ -67,6 +71,10 @@ class Placement:
     parameters: tuple[ParameterPlacement, ...]
     notes: tuple[str, ...] = ()
     replicas: int = 1
+    precision: str = "fp32"
+    activation_checkpointing: str = ""
+    cpu_offload: bool = False
+    compiled: bool = False
 
     def __repr__(self) -> str:
         """Return one line; the panels show the parameters."""

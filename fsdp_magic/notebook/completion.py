@@ -68,6 +68,7 @@ def _on_line(wanted: Wanted, shell: Any) -> Any:
     fragment = wanted.fragment
     # a notebook's list has room for one word, a terminal's for a line of help
     word = ("option" if fragment.startswith("-") else "value") if display.is_notebook() else ""
+    values = [(offer.text, word or offer.about) for offer in wanted.values]
     offers = [(offer.text, word or offer.about) for offer in wanted.offers]
     if wanted.completes == "ranks":
         session = sessions.current()
@@ -81,9 +82,10 @@ def _on_line(wanted: Wanted, shell: Any) -> Any:
         found = _on_engines(fragment)
         if found is not None and found.texts:
             fragment = found.fragment
-            offers = [(text, "engines") for text in found.texts] + (
-                offers if fragment == wanted.fragment else []
-            )
+            if fragment != wanted.fragment:  # of a part of the word
+                values = offers = []
+            offers = [(text, "engines") for text in found.texts] + offers
+    offers = values + offers
     if not offers and wanted.completes == "notebook":
         return _result("")  # an attribute, say, which IPython finds
     # what is there already, where nothing is known: else files and keywords would be offered

@@ -182,7 +182,10 @@ _MAGICS: dict[str, tuple[str, str]] = {
         "%fsdp_compare --strategies full_shard,shard_grad_op,ddp+bf16 --steps 20",
     ),
     "%fsdp_shards": (
-        "Each block, its shape, and the rows that every rank holds.",
+        """
+        How the model is spread, its units by name and what it computes in; of each block the
+        bytes that every rank holds, and of each tensor in it the rows.
+        """,
         "%fsdp_shards model",
     ),
     "%fsdp_status": (

@@ -29,12 +29,14 @@ class Wanted:
 
     Attributes:
         fragment: the word that has been begun.
-        offers: words that may stand there.
+        values: words that may stand there, and come before names.
+        offers: words that may stand there, and come after names.
         completes: whose names may stand there, too.
         anything: whether a word that is not offered may stand there.
     """
 
     fragment: str
+    values: tuple[Offer, ...] = ()
     offers: tuple[Offer, ...] = ()
     completes: Completes = ""
     anything: bool = False
@@ -95,7 +97,8 @@ def _either(value: Wanted, word: Wanted) -> Wanted:
     """Return what may stand behind an option whose value may be left out."""
     return Wanted(
         fragment=word.fragment,
-        offers=(*value.offers, *word.offers),
+        values=value.offers,
+        offers=word.offers,
         completes=word.completes,
         anything=word.anything,
     )
@@ -103,7 +106,7 @@ def _either(value: Wanted, word: Wanted) -> Wanted:
 
 def _value(option: Option, typed: str) -> Wanted:
     """Return what an option's value may be."""
-    choices = [choice for choice in option.choices if choice != option.takes]
+    choices = [choice for choice in (*option.choices, *option.offers) if choice != option.takes]
     if option.flags[0] == "--strategy":
         choices += [habit for habit in STRATEGY_HABITS if typed]
     fitting = tuple(

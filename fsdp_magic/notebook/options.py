@@ -7,17 +7,17 @@ has it. On a line, `` #`` outside quotes starts a comment.
 from __future__ import annotations
 
 import ast
-import shlex
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import Option, options_of
 from fsdp_magic.core.specs import MAGICS
 from fsdp_magic.core.wording import as_typed, nearest, quoted
+from fsdp_magic.notebook.line_words import Words, split_line
 
 SpecT = TypeVar("SpecT")
 Numbers = Callable[[str, str], float]
@@ -25,6 +25,8 @@ Numbers = Callable[[str, str], float]
 Completed = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Values by field -> those, and what stands for the rest."""
 
+_VALUES = frozenset(["true", "false", "yes", "no", "on", "off", "none", "all", "full", "auto"])
+"""What people type behind flags that take no value, or another one."""
 _FEW = 4
 """So many options are listed in an error; more are the help's business."""
 
@@ -133,18 +135,21 @@ def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
     options, flags = options_of(spec), flags_of(spec)
     kinds = typing.get_type_hints(spec)
     positional = next((name for name, option in options.items() if option.many), None)
+    flag = ""
     values: dict[str, Any] = {}
     typed: dict[str, str] = {}
-    words = _Words(_words(line, magic))
+    words = Words(split_line(line, magic))
     for word in words:
         if not word.startswith("-") or word == "-":
             if positional is None:
                 raise UsageError(_misplaced(magic, word, spec))
-            flag, equals, value = word.partition("=")
-            if equals and normal(f"--{flag}") in flags:
+            left, equals, value = word.partition("=")
+            if equals and normal(f"--{left}") in flags:
                 raise UsageError(
-                    f"{magic}: {as_typed(word)} is no NAME; did you mean --{flag} {value}?"
+                    f"{magic}: {as_typed(word)} is no NAME; did you mean --{left} {value}?"
                 )
+            if words.before == flag and flag:
+                _refuse_value(options[flags[normal(flag)]], flag, word)
             values[positional] = (*values.get(positional, ()), word)
             continue
         flag, has_value, value = word.partition("=")
@@ -158,13 +163,29 @@ def _values(line: str, spec: type[Any], magic: str) -> dict[str, Any]:
     return values
 
 
+def _refuse_value(option: Option, flag: str, word: str) -> None:
+    """Raise if a NAME behind a flag that needs no value was probably meant as one.
+
+    The cell would run before it turned out that the engines have no such model.
+    """
+    near = nearest(word.lower(), option.choices) if takes_value(option, flag) else None
+    if word.lower() not in _VALUES and near is None:
+        return
+    meant = f"did you mean {near}? A" if near else "a"
+    takes = f"takes {', '.join(option.choices)}" if takes_value(option, flag) else "takes no value"
+    raise UsageError(
+        f"{flag} {takes}; {as_typed(word)} cannot follow it; {meant} model of this name stands "
+        f"before it: {as_typed(word)} {flag}"
+    )
+
+
 def _repeated(magic: str, first: str, second: str) -> str:
     if normal(first) == normal(second):
         return f"{magic}: {second} is given twice; give it once"
     return f"{magic}: {first} and {second} are one option; give one of them"
 
 
-def _value(option: Option, kind: Any, flag: str, value: str | None, words: _Words) -> Any:
+def _value(option: Option, kind: Any, flag: str, value: str | None, words: Words) -> Any:
     """Return the value of a flag, from behind its ``=`` or from the next word."""
     shorthands = dict(option.shorthands)
     said = shorthands.get(normal(flag), "{}")
@@ -180,27 +201,6 @@ def _value(option: Option, kind: Any, flag: str, value: str | None, words: _Word
         takes = "N" if normal(flag) in shorthands else option.takes
         raise UsageError(f"{flag} needs a value: {flag} {takes}")
     return _converted(value if said is None else said.replace("{}", value), kind)
-
-
-class _Words(Iterator[str]):
-    """The words of a line, one after the other.
-
-    Attributes:
-        left: those that were not taken yet.
-    """
-
-    def __init__(self, words: Iterable[str]) -> None:
-        self.left = list(words)
-
-    def __next__(self) -> str:
-        if not self.left:
-            raise StopIteration
-        return self.left.pop(0)
-
-    @property
-    def coming(self) -> str:
-        """The next word; empty: there is none."""
-        return self.left[0] if self.left else ""
 
 
 def _converted(value: str, kind: Any) -> Any:
@@ -236,34 +236,13 @@ def _is_expression(text: str) -> bool:
     return not isinstance(body, ast.Constant)
 
 
-def _words(line: str, magic: str) -> list[str]:
-    """Split a line as a shell would, but keep quotes inside a word: nets["G"] is a name."""
-    lexer = shlex.shlex(line, posix=False, punctuation_chars=False)
-    lexer.whitespace_split = True
-    lexer.commenters = ""
-    words: list[str] = []
-    try:
-        for word in lexer:
-            if word.startswith("#"):
-                break
-            words.append(_unquoted(word))
-    except ValueError as error:
-        raise UsageError(f"{magic}: {error} in {quoted(line)}") from None
-    return words
-
-
-def _unquoted(word: str) -> str:
-    quoted = len(word) > 1 and word[0] == word[-1] and word[0] in "'\""
-    return word[1:-1] if quoted else word
-
-
 def _unknown(magic: str, flag: str, spec: type[Any]) -> str:
     """Return the line that refuses an option which a magic has not."""
     typed, flags = normal(flag), flags_of(spec)
     others = [other for other, its in MAGICS.items() if typed in flags_of(its)]
     near = nearest(typed, flags)
     what = f"{magic} has no option {as_typed(flag)}"
-    if near is None and others:
+    if others and not (near or "").startswith(typed):
         have = "has it" if len(others) == 1 else "have it"
         return f"{what}; {' and '.join(others[:2])} {have}{_all_options(magic, spec)}"
     return f"{what}{_meant(spec, near)}{_all_options(magic, spec, near)}"

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp_magic.core.placement import Placement
-from fsdp_magic.core.units import bytes_text, count_text
+from fsdp_magic.core.units import bytes_text
 from fsdp_magic.panels.module_rows import ModuleRow, Tensor, held_bytes, module_rows
+from fsdp_magic.panels.mosaic_head import manner, summary
 from fsdp_magic.panels.mosaic_table import (
     REPLICATED,
     SHARDED,
@@ -83,7 +84,8 @@ def text(placement: Placement) -> str:
     lines.append(["total", *sizes, bytes_text(sum(held))])
     return "\n".join(
         [
-            f"{shortened(placement.model)}  {_summary(placement, held)}",
+            f"{shortened(placement.model)}  {summary(placement, held)}",
+            *([how] if (how := manner(placement)) else []),
             *text_table(lines, left=1 + len(columns)),
             "▇ sharded  ▒ replicated  – none on this rank",
             *notes_text(_notes(placement, columns)),
@@ -118,31 +120,6 @@ def _held(placement: Placement, rows: Sequence[ModuleRow]) -> list[int]:
     return [sum(sum(row.held[rank]) for row in rows) for rank in range(placement.world_size)]
 
 
-def _summary(placement: Placement, held: Sequence[int]) -> str:
-    """Return the model in numbers."""
-    mean = sum(held) / max(1, len(held))
-    uneven = mean and max(held) / mean >= 1.005
-    balance = f" · fullest rank {max(held) / mean:.2f}× the mean" if uneven else ""
-    copies = f" · {placement.replicas} copies" if placement.replicas > 1 else ""
-    return (
-        f"{shortened(placement.strategy)} on {placement.world_size} "
-        f"rank{'s' if placement.world_size != 1 else ''}{copies} · "
-        f"{len(placement.parameters)} tensors · "
-        f"{count_text(placement.parameter_count)} parameters · "
-        f"{bytes_text(placement.global_bytes)}{balance}{_units_summary(placement)}"
-    )
-
-
-def _units_summary(placement: Placement) -> str:
-    """Return how many units there are, and how large what is gathered at once gets."""
-    sizes = placement.unit_bytes
-    if len(sizes) < 2:
-        return ""
-    largest = max(sizes, key=lambda unit: sizes[unit])
-    name = shortened(largest) or "the root"
-    return f" · {len(sizes)} units, the largest {bytes_text(sizes[largest])} ({name})"
-
-
 # ---------------------------------------------------------------- the table
 
 
@@ -157,7 +134,8 @@ def _heading(placement: Placement, rows: Sequence[ModuleRow], held: Sequence[int
         '<span style="display:flex;flex-wrap:wrap;gap:0px 10px;font-size:12px">'
         f"{' '.join(key)}</span>"
     )
-    return headline(shortened(placement.model), summary=_summary(placement, held), aside=aside)
+    head = headline(shortened(placement.model), summary=summary(placement, held), aside=aside)
+    return f'{head}<div style="margin-bottom:4px;{SMALL}">{escape(manner(placement))} </div>'
 
 
 def _swatch(style: str, name: str) -> str:

@@ -26,9 +26,15 @@ Tip = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A rank, or consecutive ranks that hold the same."""
+    """A rank, or consecutive ranks that hold the same.
+
+    Attributes:
+        ranks: which.
+        is_all: whether every rank of several is among them.
+    """
 
     ranks: range
+    is_all: bool = False
 
     @property
     def rank(self) -> int:
@@ -37,13 +43,19 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """``rank 3``, ``ranks 0-62``."""
-        return ranks_named(tuple(self.ranks))
+        """``rank 3``, ``ranks 0-62``, ``each rank``."""
+        return "each rank" if self.is_all else ranks_named(tuple(self.ranks))
 
 
 def columns_of(placement: Placement) -> list[Column]:
-    """Return a column per rank, or per run of equal ranks where there are many."""
+    """Return a column per rank; one for all, or for a run of equal ranks where there are many.
+
+    One is for all where every parameter is whole on every rank.
+    """
     world = placement.world_size
+    whole = all(parameter.kind == "replicated" for parameter in placement.parameters)
+    if world > 1 and whole and placement.parameters:
+        return [Column(ranks=range(world), is_all=True)]
     if world < MANY_RANKS:
         return [Column(ranks=range(rank, rank + 1)) for rank in range(world)]
     groups = rank_groups(placement.parameters, world)
@@ -68,7 +80,7 @@ def mosaic_table(columns: Sequence[Column], lines: Sequence[str], *, what: str) 
         what: heading of the names.
     """
     # Of eight ranks names get 29 %, ranks 60 %: a name and a rank's sum have to fit.
-    least = max(560, 97 * len(columns))
+    least = max(560, 97 * len(columns)) if len(columns) > 1 else 340
     drawn = table(_head(columns, what), lines, fixed=True)
     return f'<div style="min-width:{least}px">{drawn}</div>'
 

@@ -114,6 +114,8 @@ def test_the_placement_says_which_ranks_share_a_copy(session):
     replicas = session.model(CASES["plain"].built, shard_size=1, **built)
     shards = session.model(CASES["plain"].built, shard_size=2, **built)
     assert (replicas.replicas, shards.replicas) == (2, 1)
+    assert {p.kind for p in replicas.parameters} == {"replicated"}
+    assert "sharded" in {p.kind for p in shards.parameters}
     for placement, copies in ((replicas, 2), (shards, 1)):
         assert sum(placement.local_bytes) - 2 * 8 == copies * (placement.global_bytes - 8)
     held = session.pull(

@@ -276,6 +276,25 @@ def test_training_equals_one_process(session, strategy, rule, accumulate) -> Non
     assert_equal(measured, reference(TIED), tolerance=1e-9)
 
 
+def test_what_was_asked_for_can_be_read_from_the_placement(session) -> None:
+    code = Case(model=PLAIN, dtype="float32").built
+    options = {"precision": "bf16", "activation_checkpointing": "selective", "show": False}
+    for strategy in ("full_shard", "ddp"):
+        placed = session.model(code, strategy=strategy, **options)
+        asked = (placed.precision, placed.activation_checkpointing, placed.compiled)
+        assert asked == ("bf16", "selective", False)
+
+
+def test_a_size_that_no_module_has_is_said(session) -> None:
+    placed = session.model(Case(model=PLAIN).built, wrap="size:100M", show=False)
+    assert len(placed.unit_bytes) == 1
+    (note,) = [note for note in placed.notes if "100.0M" in note]
+    assert note.startswith("no module of model has 100.0M parameters, so the whole model is one")
+    assert "; model.blocks.0 has " in note
+    smaller = session.model(Case(model=PLAIN).built, wrap="size:100", show=False)
+    assert not any("parameters" in note for note in smaller.notes)
+
+
 SCALED = PLAIN.replace("nn.LayerNorm(24)", "nn.LayerNorm(24), Scale()").replace(
     "def block", "class Scale(nn.Module):\n"
     "    def __init__(self):\n"

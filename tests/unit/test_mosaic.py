@@ -160,10 +160,63 @@ def in_units(blocks: int, *, inner: str = "") -> Placement:
     return placement(held, 2)
 
 
-def test_units_are_counted_and_the_largest_is_named() -> None:
-    shown = mosaic.text(in_units(3))
-    assert "4 units, the largest 2.0 KiB (the root)" in shown
-    assert "units" not in mosaic.text(placement([parameter("w", (8, 8), 2)], 2))
+def both(model: Placement) -> tuple[str, str]:
+    """Return what the panel and its text say."""
+    return Page(mosaic.html(model)).text, mosaic.text(model)
+
+
+def test_units_are_named_and_the_largest_is_told() -> None:
+    for shown in both(in_units(3)):
+        assert "4 units: h.{0…2}, the root; the largest 2.0 KiB (the root)" in shown
+    for shown in both(placement([parameter("w", (8, 8), 2)], 2)):
+        assert "1 unit: the whole model" in shown
+
+
+def test_units_of_many_kinds_are_cut_short() -> None:
+    units = ["a", "b.0.x", "b.2.x", "b.3.x", "c.1", "c.2", "d", "e", "f"]
+    held = [replace(parameter(f"{unit}.w", (8, 8), 2), unit=unit) for unit in units]
+    for shown in both(placement(held, 2)):
+        assert "9 units: a, b.{0,2,3}.x, c.{1…2}, d and 2 kinds more; the largest" in shown
+
+
+def test_how_it_computes_can_be_confirmed() -> None:
+    plain = placement([parameter("w", (8, 8), 2, dtype="float64")], 2)
+    for shown in both(plain):
+        assert "computes in float64" in shown
+        assert "checkpointing" not in shown
+    changed = replace(
+        plain,
+        precision="bf16",
+        activation_checkpointing="selective",
+        cpu_offload=True,
+        compiled=True,
+    )
+    said = "computes in bf16 · activation checkpointing: selective · CPU offload · compiled"
+    for shown in both(changed):
+        assert said in shown
+
+
+def replicated(world: int, strategy: str) -> Placement:
+    """Return GPT-2 XL, whole on every rank."""
+    whole = [parameter(p.name, p.shape, world, kind="replicated") for p in gpt2_xl(1).parameters]
+    return replace(placement(whole, world), strategy=strategy)
+
+
+def test_what_is_whole_says_what_is_not() -> None:
+    for shown in both(replicated(2, "zero1")):
+        assert "the optimizer's state in shards" in shown
+    for strategy in ("ddp", "hybrid_shard"):
+        for shown in both(replicated(2, strategy)):
+            assert "the optimizer's state whole on each rank" in shown
+
+
+def test_ranks_that_hold_everything_share_a_column_and_every_row_opens() -> None:
+    page = Page(mosaic.html(replicated(8, "ddp")))
+    assert "each rank" in page.text
+    assert "rank 7" not in page.text
+    assert "more tensors are not opened" not in page.text
+    assert len(page.all("details")) == 2
+    assert re.search(r"total\s+5.8 GiB\s+46.4 GiB", mosaic.text(replicated(8, "ddp")))
 
 
 def test_rows_say_which_unit_gathers_them() -> None:
@@ -182,6 +235,15 @@ def test_a_block_of_another_unit_does_not_fold() -> None:
     assert [row.name for row in module_rows(left)] == ["wte", "h.{0…1}", "h.2"]
 
 
-def test_copies_are_said() -> None:
-    model = replace(in_units(1), strategy="hybrid_shard", replicas=2)
-    assert "hybrid_shard on 2 ranks · 2 copies · 3 tensors" in mosaic.text(model)
+@pytest.mark.parametrize(
+    ("world", "copies", "said"),
+    [
+        (8, 2, "8 ranks · 2 copies: ranks 0-3, 4-7 · 1 tensor"),
+        (2, 2, "2 ranks · 2 copies, one on each rank · 1 tensor"),
+        (64, 8, "64 ranks · 8 copies: ranks 0-7, 8-15, 16-23, …, 56-63 · 1 tensor"),
+    ],
+)
+def test_the_ranks_of_each_copy_are_said(world: int, copies: int, said: str) -> None:
+    model = placement([parameter("w", (8, 8), world)], world)
+    for shown in both(replace(model, strategy="hybrid_shard", replicas=copies)):
+        assert said in shown

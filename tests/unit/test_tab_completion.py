@@ -11,6 +11,7 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+from fsdp_magic.core.completion import Completions
 from fsdp_magic.core.options import options_of
 from fsdp_magic.core.specs import MAGICS
 from fsdp_magic.notebook import completion, sessions
@@ -58,7 +59,7 @@ def test_every_option_of_every_magic_is_offered(shell: InteractiveShell, magic: 
         ("%fsdp_init --shard-s| --seed 3", ["--shard-size"]),
         ("%fsdp_init --device ", ["auto", "cuda", "cpu"]),
         ("%fsdp_init --device=c", ["cuda", "cpu"]),
-        ("%fsdp_init --strategy z", ["zero1", "zero3", "zero2"]),
+        ("%fsdp_init --strategy z", ["zero1", "zero3", "zero2", "zero0"]),
         (
             "%fsdp_init --strategy ",
             ["full_shard", "shard_grad_op", "zero1", "ddp", "hybrid_shard"],
@@ -70,6 +71,8 @@ def test_every_option_of_every_magic_is_offered(shell: InteractiveShell, magic: 
         ("%%fsdp_model --activation-checkpointing --acc", ["--accumulate-sync"]),
         ("%%fsdp_model --activation-checkpointing selective --acc", ["--accumulate-sync"]),
         ("%%fsdp_model --bf16 --compi", ["--compile"]),
+        ("%%fsdp_model --wrap ", ["blocks", "size:", "none"]),
+        ("%%fsdp_model --wrap s", ["size:"]),
         ("%%fsdp_model --bf16 --prec", ["--prec"]),
         ("%%fsdp_train --eval-every e\nloss = 1", []),
         ("%%fsdp_train --eval-every e|\nloss = 1", ["epoch"]),
@@ -166,3 +169,13 @@ def test_a_cell_that_is_not_ours_costs_nothing(shell: InteractiveShell) -> None:
     for _ in range(100):
         assert list(matcher(Context())["completions"]) == []
     assert time.perf_counter() - started < 0.1
+
+
+def test_values_stand_before_names_on_the_engines(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Completions(fragment="", texts=("model", "optimizer"))
+    monkeypatch.setattr(completion, "_on_engines", lambda line: found)
+    words = offered(shell, "%%fsdp_model --activation-checkpointing ")
+    assert words[:4] == ["blocks", "selective", "model", "optimizer"]
+    assert words[4] == "--strategy"

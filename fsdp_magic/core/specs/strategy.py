@@ -21,10 +21,17 @@ STRATEGY_HABITS: Mapping[str, Strategy] = {
     "fsdp": "full_shard",
     "zero3": "full_shard",
     "zero2": "shard_grad_op",
+    "zero0": "ddp",
     "no_shard": "ddp",
 }
 """Names of strategies that people bring from other tools, and ours."""
-PRECISION_HABITS: Mapping[str, Precision] = {"no": "fp32"}
+PRECISION_HABITS: Mapping[str, Precision] = {
+    "no": "fp32",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
 """Names of precisions that people bring from other tools, and ours."""
 OFFLOADED = ("full_shard", "shard_grad_op", "hybrid_shard")
 """The strategies that keep parameters in shards, which can be offloaded."""
@@ -44,9 +51,12 @@ class StrategySpec:
         default="full_shard",
         takes="STRATEGY",
         choices=get_args(Strategy),
+        habits=("--sharding-strategy", "--fsdp-sharding-strategy", "--fsdp"),
+        shorthands=(("--zero-stage", "zero{}"),),
         help="full_shard: parameters, gradients and optimizer state in shards (ZeRO-3); "
         "shard_grad_op: parameters stay whole between forward and backward (ZeRO-2); "
-        "zero1: only the optimizer's state is in shards; ddp: every rank holds all; "
+        "zero1: only the optimizer's state is in shards (ZeRO-1); ddp: every rank holds all, as "
+        "in DistributedDataParallel (DDP); "
         "hybrid_shard: full_shard within groups of --shard-size ranks, replicas between them",
     )
     shard_size: int | None = option(
@@ -61,7 +71,8 @@ class StrategySpec:
         default="blocks",
         takes="RULE",
         habits=("--fsdp-transformer-layer-cls-to-wrap",),
-        shorthands=(("--fsdp-min-num-params", "size:{}"),),
+        shorthands=(("--fsdp-min-num-params", "size:{}"), ("--min-num-params", "size:{}")),
+        offers=("blocks", "size:", "none"),
         help="what is gathered at once, a unit: blocks: each repeated block; size:NUM_PARAMS: "
         "modules from that many parameters on; CLASS[,CLASS]: modules of these classes; none: the "
         "whole model",
@@ -72,13 +83,14 @@ class StrategySpec:
         takes="PRECISION",
         choices=get_args(Precision),
         habits=("--mixed-precision",),
-        shorthands=(("--bf16", "bf16"), ("--fp16", "fp16")),
+        shorthands=(("--bf16", "bf16"), ("--fp16", "fp16"), ("--fp32", "fp32")),
         help="what forward and backward compute in; weights stay as made, gradients are reduced "
         "in fp32",
     )
     cpu_offload: bool = option(
         "--cpu-offload",
         default=False,
+        habits=("--offload-params", "--fsdp-offload-params"),
         shorthands=(("--no-cpu-offload", None),),
         help="keep shards in host memory between uses; on CPU engines they are there anyway",
     )
@@ -99,12 +111,14 @@ class StrategySpec:
     compile: bool = option(
         "--compile",
         default=False,
+        habits=("--torch-compile",),
         shorthands=(("--no-compile", None),),
         help="compile each unit with torch.compile",
     )
     sync_batchnorm: bool = option(
         "--sync-batchnorm",
         default=False,
+        habits=("--sync-bn",),
         shorthands=(("--no-sync-batchnorm", None),),
         help="let BatchNorm normalise over the micro-batches of all ranks; needs GPUs",
     )
@@ -161,9 +175,11 @@ class StrategySpec:
         return {**rest, **given}
 
 
-def known_strategy(value: object) -> str:
+def known_strategy(value: object, flag: str = "--strategy") -> str:
     """Return our name for a strategy typed in any case or under a habitual name."""
-    return _word("--strategy", value, Strategy, STRATEGY_HABITS)
+    name = str(value).lower().replace("-", "_").replace("zero_", "zero")
+    known = name in STRATEGY_HABITS or name in get_args(Strategy)
+    return _word(flag, name if known else value, Strategy, STRATEGY_HABITS)
 
 
 def _checkpointed(value: object) -> str | bool:

@@ -31,6 +31,11 @@ def checked_wrap(value: Any) -> str:
     word, colon, number = rule.partition(":")
     if colon and word.lower() == SIZE:
         return f"{SIZE}:{_number_of_parameters(number)}"
+    if rule.lower() == SIZE:
+        raise UsageError(f"--wrap {rule} needs a number of parameters, such as size:1000000")
+    if _NUMBER.fullmatch(rule):
+        near = as_typed(f"{SIZE}:{rule}")
+        raise UsageError(f"--wrap {as_typed(rule)} is no rule; did you mean {near}?")
     if not all(name.isidentifier() for name in rule.split(",")):
         raise UsageError(f"--wrap {quoted(value)} is no rule; {_TAKES}")
     return rule

@@ -51,17 +51,11 @@ class FsdpModel(ShardedModel):
             for parameter in group.fsdp_params
         }
         mesh = mesh_of(self.spec, self._world)
-        return Placement(
-            model=self.name,
-            strategy=self.strategy,
-            world_size=self._world.world_size,
-            parameters=tuple(
-                _parameter_placement(name, parameter, unit_of.get(id(parameter), ""), mesh)
-                for name, parameter in self.module.named_parameters()
-            ),
-            notes=tuple(self.notes),
-            replicas=mesh.size() // mesh.size(-1),
+        parameters = (
+            _parameter_placement(name, parameter, unit_of.get(id(parameter), ""), mesh)
+            for name, parameter in self.module.named_parameters()
         )
+        return self.placed(parameters, replicas=mesh.size() // mesh.size(-1))
 
     def in_place_of_gathered(self) -> dict[int, nn.Parameter]:
         """Return the shard by the id of the parameter that a forward sees in its place."""
@@ -221,6 +215,7 @@ def _prepare(model: FsdpModel) -> None:
         torch_private.count_missing_as_zero(unit, model.used)
         torch_private.reduce_what_came_late(unit)
         torch_private.gather_outside_inference(unit)
+        torch_private.gather_for_written_views(unit)
     gather_around_calls(model.module)
     free_before_steps(model.module)
     torch_private.read_scalars_whole()
@@ -244,7 +239,7 @@ def _parameter_placement(
         local_shapes=local_shapes,
         dtype=str(parameter.dtype).removeprefix("torch."),
         element_bytes=parameter.element_size(),
-        kind="sharded" if sharded else "replicated",
+        kind="sharded" if sharded and (size > 1 or mesh.size() == 1) else "replicated",
         unit=unit,
     )
 

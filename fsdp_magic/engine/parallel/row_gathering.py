@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_magic.core.placement import shard_rows
 from fsdp_magic.engine.collectives import UNITS
+from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.gradient_buckets import BUCKET_BYTES, buckets_of
 from fsdp_magic.engine.world import World
 
@@ -56,7 +57,8 @@ def gather_rows(
 def _gather_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, world: World) -> None:
     parts = [rows_of(tensor, world, rank) for rank in range(world.world_size)]
     if len({len(part) for part in parts}) == 1:
-        dist.all_gather_into_tensor(tensor.view(-1), parts[world.rank].view(-1), group=group)
+        own = parts[world.rank].view(-1)
+        torch_private.all_gather_single(tensor.view(-1), own, group=group)
         return
     for rank, part in enumerate(parts):  # each has its own size
         if len(part):
@@ -76,7 +78,7 @@ def _gather_together(
         return [slot[: part.numel()].view(part.shape) for slot, part in pairs]
 
     torch._foreach_copy_(parts_in(world.rank), ranks[world.rank])
-    dist.all_gather_into_tensor(gathered.view(-1), gathered[world.rank], group=group)
+    torch_private.all_gather_single(gathered.view(-1), gathered[world.rank], group=group)
     for rank, parts in enumerate(ranks):
         if rank != world.rank:
             torch._foreach_copy_(parts, parts_in(rank))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from fsdp_magic.core.placement import Placement
+from fsdp_magic.core.placement import ParameterPlacement, Placement
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.world import World
 
@@ -86,6 +86,26 @@ class ShardedModel(ABC):
     @abstractmethod
     def placement(self) -> Placement:
         """Return where every parameter lives; the same on every rank, without communication."""
+
+    def placed(self, parameters: Iterable[ParameterPlacement], *, replicas: int = 1) -> Placement:
+        """Return where parameters live, with how the model is spread and computes.
+
+        Args:
+            parameters: in the model's order.
+            replicas: copies of what is sharded.
+        """
+        return Placement(
+            model=self.name,
+            strategy=self.strategy,
+            world_size=self._world.world_size,
+            parameters=tuple(parameters),
+            notes=tuple(self.notes),
+            replicas=replicas,
+            precision=self.spec.precision,
+            activation_checkpointing=self.spec.activation_checkpointing or "",
+            cpu_offload=self.spec.cpu_offload,
+            compiled=self.spec.compile,
+        )
 
     def in_place_of_gathered(self) -> dict[int, nn.Parameter]:
         """Return what an optimizer must hold, by the id of what a forward sees in its place."""

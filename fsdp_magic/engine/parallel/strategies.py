@@ -21,7 +21,7 @@ from fsdp_magic.engine.parallel import (
 from fsdp_magic.engine.parallel.meta import InitialWeights
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unspread import Changes, Shape
-from fsdp_magic.engine.parallel.wrapping import left_notes, wrap
+from fsdp_magic.engine.parallel.wrapping import left_notes, size_notes, wrap
 from fsdp_magic.engine.world import World
 
 Replaced = dict[int, nn.Parameter]
@@ -80,6 +80,8 @@ def _spread(
         initial.check()
     notes = sync_batchnorm.apply(module, spec, world)
     wrapping = wrap(module, spec.wrap)
+    if spec.strategy in _CUT_BY_UNIT:
+        notes += size_notes(name, module, spec.wrap)
     notes += [
         *left_notes(name, wrapping),
         *activation_checkpointing.apply(module, wrapping.units, spec),

@@ -91,13 +91,7 @@ class WholeModel(ShardedModel):
     def placement(self) -> Placement:
         """Return where every parameter lives; the same on every rank, without communication."""
         named = self.module.named_parameters()
-        return Placement(
-            model=self.name,
-            strategy=self.strategy,
-            world_size=self._world.world_size,
-            parameters=tuple(replicated(n, p, ranks=self._world.world_size) for n, p in named),
-            notes=tuple(self.notes),
-        )
+        return self.placed(replicated(n, p, ranks=self._world.world_size) for n, p in named)
 
     def reshard(self) -> None:
         """Do nothing: parameters are always whole."""

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs.wrap import class_names, least_parameters
+from fsdp_magic.core.units import count_text
 from fsdp_magic.core.wording import suggestion
 from fsdp_magic.engine.parallel.blocks import repeated_blocks
 from fsdp_magic.engine.parallel.choices import is_choice
@@ -76,6 +77,27 @@ def left_notes(name: str, wrapping: Wrapping) -> list[str]:
     return [
         f"{parts}: forward may call these on some ranks only, so they are gathered together with "
         "what holds them, not one by one"
+    ]
+
+
+def size_notes(name: str, module: nn.Module, rule: str) -> list[str]:
+    """Return a sentence where no part of a model has as many parameters as the rule asks for."""
+    least = least_parameters(rule)
+    sizes = {
+        dotted: sum(p.numel() for p in part.parameters())
+        for dotted, part in module.named_modules()
+        if part is not module and has_forward(part)
+    }
+    if least is None or max(sizes.values(), default=0) >= least:
+        return []
+    blocks = {id(block) for block in repeated_blocks(module)}
+    named = {dotted: id(part) for dotted, part in module.named_modules()}
+    of = [dotted for dotted in sizes if named[dotted] in blocks] or list(sizes)
+    largest = max(of, key=lambda dotted: sizes[dotted], default="")
+    has = f"; {name}.{largest} has {count_text(sizes[largest])}" if largest else ""
+    return [
+        f"no module of {name} has {count_text(least)} parameters, so the whole model is one unit"
+        f"{has}"
     ]
 
 

@@ -24,6 +24,7 @@ from fsdp_magic.engine.parallel.torch_private.forward import (
     gathered_around,
 )
 from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
+from fsdp_magic.engine.parallel.torch_private.newest_names import all_gather_single
 from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, makes_state
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
@@ -47,11 +48,13 @@ from fsdp_magic.engine.parallel.torch_private.units import (
     units,
     unsharded_parameters,
 )
+from fsdp_magic.engine.parallel.torch_private.views import gather_for_written_views
 
 __all__ = [
     "BACKWARD_FUNCTION",
     "_reset_iteration_state",
     "align_group_count",
+    "all_gather_single",
     "at_end_of_backward",
     "backward_number",
     "cast_floating",
@@ -60,6 +63,7 @@ __all__ = [
     "forget_iteration",
     "free",
     "free_after_inference",
+    "gather_for_written_views",
     "gather_outside_inference",
     "gathered_again_in_backward",
     "gathered_around",
