@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_magic.core.specs import TrainSpec
+from fsdp_magic.core.specs import ModelSpec, TrainSpec
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.telemetry import RunReport
 
@@ -17,6 +17,19 @@ SETTLING_STEPS = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAsideRequest:
     """Set the models aside as they are, to spread them otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAsideReport:
+    """How the models that are set aside were spread.
+
+    Attributes:
+        specs: of each model.
+        ranks_on_host: ranks of this host.
+    """
+
+    specs: tuple[ModelSpec, ...]
+    ranks_on_host: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

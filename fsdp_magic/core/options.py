@@ -26,6 +26,8 @@ class Option:
         many: whether it takes every positional word.
         completes: whose names Tab offers as its value: variables of the engines or of the
             notebook, or the ranks.
+        listed: words that stand between the commas of its value.
+        added: words that stand behind a plus sign of one of those.
     """
 
     flags: tuple[str, ...]
@@ -37,6 +39,8 @@ class Option:
     shorthands: tuple[tuple[str, str | None], ...] = ()
     many: bool = False
     completes: Completes = ""
+    listed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
 
 def option(
@@ -50,6 +54,8 @@ def option(
     shorthands: tuple[tuple[str, str | None], ...] = (),
     many: bool = False,
     completes: Completes = "",
+    listed: tuple[str, ...] = (),
+    added: tuple[str, ...] = (),
 ) -> Any:
     """Return a dataclass field that carries its ``Option``."""
     declared = Option(
@@ -62,6 +68,8 @@ def option(
         shorthands=shorthands,
         many=many,
         completes=completes,
+        listed=listed,
+        added=added,
     )
     return dataclasses.field(default=default, metadata={"option": declared})
 

@@ -26,12 +26,14 @@ def as_typed(word: str) -> str:
 def nearest(typed: str, known: Iterable[str]) -> str | None:
     """Return the known word that was probably meant.
 
-    That is one which differs by a slip of the fingers, or begins with what was typed, or holds
-    its parts: ``gpus`` for ``--share-gpus``.
+    That is one which differs by a slip of the fingers, has the same letters in another order,
+    begins with what was typed, or holds its parts: ``gpus`` for ``--share-gpus``.
     """
     bare = {word.strip("-"): word for word in reversed(list(known))}
     begun = typed.strip("-")[:_LONGEST]
     found = difflib.get_close_matches(begun, bare, n=1, cutoff=_ALIKE)
+    if not found and len(begun) > 2:
+        found = [word for word in reversed(bare) if sorted(word) == sorted(begun)]
     if not found and len(begun) > 1:
         found = sorted((word for word in bare if word.startswith(begun)), key=len)
     if not found and len(begun) > 2:

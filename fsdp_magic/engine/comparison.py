@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,13 +22,14 @@ from fsdp_magic.core.comparison import (
     CompareReport,
     CompareRequest,
     PutBackRequest,
+    SetAsideReport,
     SetAsideRequest,
 )
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.reply import Reply
+from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine import cells, modeling, randomness
-from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.measurement import Measurement, idle_bytes
 from fsdp_magic.engine.optimizer_steps import STEPS
@@ -83,6 +83,11 @@ class Comparison:
         self._training = engine.randomness.state
         self._mark: Mark = engine.position.mark()
 
+    @property
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """How the models were spread."""
+        return tuple(self._specs.values())
+
     def take(self) -> None:
         """Take the models away."""
         for name in self._specs:
@@ -99,7 +104,7 @@ class Comparison:
         gc.collect()  # modules and what spread them before hold themselves in cycles
         try:
             for name, module in self._aside.plain().items():
-                spec = request.variant.applied(self._specs[name], world_size=world.world_size)
+                spec = request.variant.applied(self._specs[name])
                 model, replaced = spread(module, name=name, spec=spec, world=world)
                 engine.models[name] = model
                 for optimizer in reachable(engine.namespace, Optimizer).values():
@@ -133,7 +138,7 @@ class Comparison:
 
 
 def set_aside(engine: State, _: SetAsideRequest) -> Reply:
-    """Keep the models and optimizers as they are, and make room for others.
+    """Keep the models and optimizers as they are; the report is a ``SetAsideReport``.
 
     Collective: every rank must call this.
     """
@@ -142,7 +147,10 @@ def set_aside(engine: State, _: SetAsideRequest) -> Reply:
         engine.world.vote.take()  # from here on no rank fails
     engine.comparison = comparison
     comparison.take()
-    return Reply(rank=engine.world.rank)
+    report = SetAsideReport(
+        specs=comparison.specs, ranks_on_host=engine.world.request.local_world_size
+    )
+    return Reply(rank=engine.world.rank, report=report)
 
 
 def compare(engine: State, request: CompareRequest) -> Reply:

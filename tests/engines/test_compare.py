@@ -255,6 +255,32 @@ def test_there_must_be_a_cell_to_compare(session) -> None:
         session.compare(show=False)
 
 
+def test_peaks_are_the_same_in_whatever_order_strategies_run(session) -> None:
+    session.model(
+        """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+left_over = []
+""",
+        show=False,
+    )
+    # as a library does, a row leaves something in the process for good
+    cell = "left_over.append(torch.ones(3 << 20)) if step == 1 else None\n"
+    cell += "loss = model(torch.ones(1, 512)).pow(2).mean()"
+    session.train(cell, steps=1, show=False)
+    order = ("ddp", "full_shard+bf16", "full_shard")
+    one, other = (
+        session.compare(strategies=names, steps=1, show=False) for names in (order, order[::-1])
+    )
+    whole = 4 * 512 * 513 * 4  # bytes of the parameters, in fp32
+    for name in order:
+        assert max(one[name].peak_bytes) == pytest.approx(max(other[name].peak_bytes), rel=0.05)
+        assert one[name].idle_bytes[0] > 3 << 22, "what is left over is not the model's"
+        assert one[name].fullest.activation_bytes < 1.5 * whole
+    assert max(one["full_shard"].peak_bytes) < 0.75 * max(one["ddp"].peak_bytes)
+
+
 @pytest.mark.nightly
 def test_memory_of_what_is_set_aside_is_free(session) -> None:
     session.model(

@@ -24,7 +24,13 @@ STRATEGY_HABITS: Mapping[str, Strategy] = {
     "no_shard": "ddp",
 }
 """Names of strategies that people bring from other tools, and ours."""
-PRECISION_HABITS: Mapping[str, Precision] = {"no": "fp32"}
+PRECISION_HABITS: Mapping[str, Precision] = {
+    "no": "fp32",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
 """Names of precisions that people bring from other tools, and ours."""
 OFFLOADED = ("full_shard", "shard_grad_op", "hybrid_shard")
 """The strategies that keep parameters in shards, which can be offloaded."""
@@ -161,9 +167,9 @@ class StrategySpec:
         return {**rest, **given}
 
 
-def known_strategy(value: object) -> str:
+def known_strategy(value: object, flag: str = "--strategy") -> str:
     """Return our name for a strategy typed in any case or under a habitual name."""
-    return _word("--strategy", value, Strategy, STRATEGY_HABITS)
+    return _word(flag, value, Strategy, STRATEGY_HABITS)
 
 
 def _checkpointed(value: object) -> str | bool:
