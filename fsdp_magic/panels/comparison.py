@@ -50,7 +50,7 @@ from fsdp_magic.panels.parts import (
 _HEADS = ("strategy", "ms/step", "samples/s", "last loss", "loss differs by")
 _WRAPS = "white-space:normal;"
 _REFERENCE = "reference"
-_LONG_NAME = 20
+_LONG_NAME = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def html(view: ComparisonView) -> str:
         headline("Strategies compared", summary=_summary(view), stamp=view.stamp)
         + table(_head_html(), [_row_html(each, view) for each in view.rows])
         + _memory_html(view)
-        + (f"<div>{muted(escape(_pending(view)))}</div>" if view.pending else "")
+        + (_pending_html(view) if view.pending else "")
         + notes_html(view.notes)
     )
     return card(content, label="Comparison of strategies")
@@ -134,9 +134,9 @@ def _head_html() -> str:
     name, time, *numbers = _HEADS
     return (
         head_cell(name, style=FIRST)
-        + head_cell(time, right=True)
+        + head_cell(_wrapping(time), right=True, style=_WRAPS)
         + head_cell(hidden("time"))
-        + "".join(head_cell(each, right=True, style=_WRAPS) for each in numbers)
+        + "".join(head_cell(_wrapping(each), right=True, style=_WRAPS) for each in numbers)
     )
 
 
@@ -156,14 +156,14 @@ def _time_bar(each: ComparedView, view: ComparisonView) -> str:
     longest = max((r.seconds_per_step or 0.0 for r in view.rows), default=0.0)
     part = 100 * (each.seconds_per_step or 0.0) / longest if longest else 0.0
     return (
-        f'<div style="min-width:30px;height:8px;background:{TRACK};border-radius:3px;'
+        f'<div style="min-width:20px;height:8px;background:{TRACK};border-radius:3px;'
         f'overflow:hidden"><div style="width:{part:.1f}%;height:8px;background:{BLUE}"></div></div>'
     )
 
 
 def _numbers(each: ComparedView, view: ComparisonView) -> tuple[str, str, str, str]:
     """Return time, rate, loss and difference as text."""
-    ms = UNKNOWN if each.seconds_per_step is None else f"{1000 * each.seconds_per_step:,.1f}"
+    ms = _milliseconds(each.seconds_per_step)
     rate = each.samples_per_second
     samples = UNKNOWN if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
     loss = figure_text(each.losses[-1] if each.losses else None)
@@ -171,6 +171,12 @@ def _numbers(each: ComparedView, view: ComparisonView) -> tuple[str, str, str, s
     if each is next((other for other in view.rows if other.losses), None):
         return ms, samples, loss, _REFERENCE
     return ms, samples, loss, "0" if each.difference == 0 else difference
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return UNKNOWN
+    return f"{1000 * seconds:.1f}" if seconds < 1 else f"{1000 * seconds:,.0f}"
 
 
 # ---------------------------------------------------------------- memory
@@ -254,6 +260,10 @@ def _summary(view: ComparisonView) -> str:
     )
 
 
+def _pending_html(view: ComparisonView) -> str:
+    return f'<div style="overflow-wrap:anywhere">{muted(escape(_pending(view)))}</div>'
+
+
 def _pending(view: ComparisonView) -> str:
     return f"to come: {shortened(', '.join(view.pending), 300)}"
 
@@ -264,8 +274,13 @@ def _label(each: ComparedView) -> str:
 
 
 def _label_html(each: ComparedView) -> str:
-    """Return the label as HTML; a long one goes on in the next line, after a sign in it."""
+    """Return the label as HTML, of which a long one may go on in the next line."""
     label = escape(_label(each))
-    if len(each.name) < _LONG_NAME:
-        return label
-    return label.replace("+", "+<wbr>").replace("_", "_<wbr>")
+    return label if len(each.name) < _LONG_NAME else _wrapping(label)
+
+
+def _wrapping(content: str) -> str:
+    """Return HTML without tags that may go on in the next line at a sign in it."""
+    for sign in "+_":
+        content = content.replace(sign, f"{sign}<wbr>")
+    return content.replace("/", "<wbr>/")
