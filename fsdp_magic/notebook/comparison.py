@@ -177,7 +177,8 @@ class Comparison:
             else f"{each.name} did not run"
             for each in self.strategies
         )
-        return f"<Comparison over {self.steps} steps: {times}>"
+        steps = f"{self.steps} step{'s' if self.steps != 1 else ''}"
+        return f"<Comparison over {steps}: {times}>"
 
 
 def _shown(name: str) -> str:

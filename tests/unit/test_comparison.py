@@ -108,8 +108,13 @@ def test_a_row_of_hybrid_shard_says_how_many_ranks_share_a_copy():
 def test_two_rows_that_are_one_for_the_model_as_it_was_built_are_refused():
     spec = CompareSpec(strategies="full_shard,full_shard+bf16")
     assert len(shown(spec, ranks=2)) == 2
-    with pytest.raises(UsageError, match=r"are the same, as .* was built with --wrap none --pr"):
+    with pytest.raises(UsageError, match="are the same for a model built with --wrap none --pr"):
         shown(spec, ModelSpec(precision="bf16", wrap="none"), ranks=2)
+
+
+def test_a_size_that_is_the_default_is_not_compared_with_it():
+    with pytest.raises(UsageError, match="hybrid_shard and hybrid_shard:2 are the same"):
+        shown(CompareSpec(strategies="hybrid_shard,hybrid_shard:2"), ranks=4)
 
 
 def test_what_a_model_was_built_with_is_said_as_it_is_typed():
@@ -185,6 +190,15 @@ def test_the_panel_needs_no_styles_and_no_scripts():
     html, _ = compared().last_frame
     for part in ("<style", "<script", "<svg", "class="):
         assert part not in html
+
+
+def test_one_step_is_one_and_gradients_are_in_the_key_only_where_a_bar_has_them():
+    memory = dataclasses.replace(MEMORY, gradient_bytes=0)
+    row = panel.ComparedView(name="ddp", losses=(1.0,), memory=memory, peak_bytes=(9 << 20,))
+    view = panel.ComparisonView(rows=[row], pending=[], steps=1, warm_up=2, ranks=1, stamp="")
+    for shown in (panel.html(view), panel.text(view)):
+        assert "1 step after" in shown
+        assert "gradients" not in shown
 
 
 def test_a_hostile_name_means_itself():

@@ -127,13 +127,14 @@ class CompareSpec:
         size = size or _ranks_of_a_copy(world_size, ranks_on_host)
         asked = self.strategies or tuple(name for name in _EVERY if name != _HYBRID or size > 1)
         variants = tuple(Variant.parsed(text).sized(size) for text in asked)
-        first: dict[Any, str] = {}
-        for variant in variants:
-            known = first.setdefault(tuple(map(variant.applied, built)), variant.name)
-            if known != variant.name:
+        first: dict[Any, int] = {}
+        built_with = as_built(built) or "no other options"
+        for number, variant in enumerate(variants):
+            known = first.setdefault(tuple(map(variant.applied, built)), number)
+            if known != number:
                 raise UsageError(
-                    f"--strategies: {known} and {variant.name} are the same, as the model was "
-                    f"built with {as_built(built)}; leave one out, or say what differs"
+                    f"--strategies: {asked[known]} and {asked[number]} are the same for a model "
+                    f"built with {built_with}; leave one out, or say what differs"
                 )
         return variants
 
