@@ -241,7 +241,9 @@ def _gauge(each: ComparedView) -> Gauge:
     if memory is not None:
         held = memory.allocated_bytes
         memory = replace(memory, reserved_bytes=held, used_bytes=held, capacity_bytes=None)
-    return Gauge(rank=0, device_name="", memory=memory, peak_bytes=None, magnified=True)
+    peak = _peak(each)
+    rank = 0 if peak is None else each.peak_bytes.index(peak)
+    return Gauge(rank=rank, device_name="", memory=memory, peak_bytes=None, magnified=True)
 
 
 # ---------------------------------------------------------------- words

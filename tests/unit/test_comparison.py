@@ -194,12 +194,13 @@ def test_the_panel_needs_no_styles_and_no_scripts():
 
 def test_one_step_is_one_and_gradients_are_in_the_key_only_where_a_bar_has_them():
     memory = dataclasses.replace(MEMORY, gradient_bytes=0)
-    row = panel.ComparedView(name="ddp", losses=(1.0,), memory=memory, peak_bytes=(9 << 20,))
+    row = panel.ComparedView(name="ddp", losses=(1.0,), memory=memory, peak_bytes=(8, 9 << 20))
     view = panel.ComparisonView(rows=[row], pending=[], steps=1, warm_up=2, ranks=1, stamp="")
     for shown in (panel.html(view), panel.text(view)):
         assert "1 step after" in shown
         assert "</span> gradients" not in shown
         assert "G gradients" not in shown
+    assert 'aria-label="rank 1:' in panel.html(view), "the fullest"
 
 
 def test_a_hostile_name_means_itself():
