@@ -27,6 +27,8 @@ class Option:
         many: whether it takes every positional word.
         completes: whose names Tab offers as its value: variables of the engines or of the
             notebook, or the ranks.
+        listed: words that stand between the commas of its value.
+        added: words that stand behind a plus sign of one of those.
     """
 
     flags: tuple[str, ...]
@@ -39,6 +41,8 @@ class Option:
     shorthands: tuple[tuple[str, str | None], ...] = ()
     many: bool = False
     completes: Completes = ""
+    listed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
 
 def option(
@@ -53,6 +57,8 @@ def option(
     shorthands: tuple[tuple[str, str | None], ...] = (),
     many: bool = False,
     completes: Completes = "",
+    listed: tuple[str, ...] = (),
+    added: tuple[str, ...] = (),
 ) -> Any:
     """Return a dataclass field that carries its ``Option``."""
     declared = Option(
@@ -66,6 +72,8 @@ def option(
         shorthands=shorthands,
         many=many,
         completes=completes,
+        listed=listed,
+        added=added,
     )
     return dataclasses.field(default=default, metadata={"option": declared})
 

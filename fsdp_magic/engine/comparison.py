@@ -9,30 +9,29 @@ must not be lost, and it changes nothing before all have agreed.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.core.comparison import (
-    WARM_UP_STEPS,
     CompareReport,
     CompareRequest,
     PutBackRequest,
+    SetAsideReport,
     SetAsideRequest,
 )
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.reply import Reply
+from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine import cells, modeling, randomness
-from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.interrupts import INTERRUPTS
+from fsdp_magic.engine.measurement import Measurement, idle_bytes
 from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import repoint
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
@@ -44,7 +43,6 @@ from fsdp_magic.engine.set_aside import SetAside
 from fsdp_magic.engine.state import State
 from fsdp_magic.engine.training import TrainingRun
 
-_LOOK_SECONDS, _LOOKING_SECONDS = 0.0005, 0.2
 _NO_RUN = -1
 """Number of a run that nobody asks to stop, and whose progress nobody follows."""
 
@@ -85,6 +83,11 @@ class Comparison:
         self._training = engine.randomness.state
         self._mark: Mark = engine.position.mark()
 
+    @property
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """How the models were spread."""
+        return tuple(self._specs.values())
+
     def take(self) -> None:
         """Take the models away."""
         for name in self._specs:
@@ -101,7 +104,7 @@ class Comparison:
         gc.collect()  # modules and what spread them before hold themselves in cycles
         try:
             for name, module in self._aside.plain().items():
-                spec = request.variant.applied(self._specs[name], world_size=world.world_size)
+                spec = request.variant.applied(self._specs[name])
                 model, replaced = spread(module, name=name, spec=spec, world=world)
                 engine.models[name] = model
                 for optimizer in reachable(engine.namespace, Optimizer).values():
@@ -134,64 +137,8 @@ class Comparison:
         self._engine.position.back(self._mark)
 
 
-class _Measurement:
-    """Finds the height of memory in the steps that warm up, and measures the time of the others.
-
-    Args:
-        run: of the steps.
-        device: waited for where a time is taken.
-
-    Attributes:
-        steps: that were measured; below 0: those that are still to warm up.
-        seconds: that they took; None: there was none.
-    """
-
-    def __init__(self, run: TrainingRun, device: torch.device) -> None:
-        self._run = run
-        self._device = device
-        self._began: float | None = None
-        self.steps = -WARM_UP_STEPS
-        self.seconds: float | None = None
-
-    def tick(self, now: float) -> None:
-        """Look at memory all the while in the steps that warm up; from the service thread.
-
-        The height of a short step lies between two ticks.
-        """
-        while self.steps < 0 and time.monotonic() < now + _LOOKING_SECONDS:
-            self._run.look_at_memory()
-            time.sleep(_LOOK_SECONDS)
-
-    def step_done(self) -> None:
-        """Note that a step, and all that followed it, is done."""
-        self.steps += 1
-        if self.steps < 0:
-            return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        if self._began is None:
-            self._began = now
-        else:
-            self.seconds = now - self._began
-
-    def made(self, cell: Cell, engine: State) -> CompareReport:
-        """Take the steps and return what they were like.
-
-        Collective: every rank must call this.
-        """
-        self._run.prepare(cell, evaluation_cell=None, kept=engine)
-        self._run.follow_steps(self.step_done)
-        self._run.steps()
-        report = self._run.report()
-        assert report is not None
-        return CompareReport(
-            run=replace(report, notes=()), seconds=self.seconds, measured_steps=max(0, self.steps)
-        )
-
-
 def set_aside(engine: State, _: SetAsideRequest) -> Reply:
-    """Keep the models and optimizers as they are, and make room for others.
+    """Keep the models and optimizers as they are; the report is a ``SetAsideReport``.
 
     Collective: every rank must call this.
     """
@@ -200,7 +147,10 @@ def set_aside(engine: State, _: SetAsideRequest) -> Reply:
         engine.world.vote.take()  # from here on no rank fails
     engine.comparison = comparison
     comparison.take()
-    return Reply(rank=engine.world.rank)
+    report = SetAsideReport(
+        specs=comparison.specs, ranks_on_host=engine.world.request.local_world_size
+    )
+    return Reply(rank=engine.world.rank, report=report)
 
 
 def compare(engine: State, request: CompareRequest) -> Reply:
@@ -208,17 +158,9 @@ def compare(engine: State, request: CompareRequest) -> Reply:
 
     Collective: every rank must call this.
     """
-    comparison = engine.comparison
-    assert isinstance(comparison, Comparison)
-    asked = TrainRequest(code=request.code, name=request.name, run_id=_NO_RUN, spec=request.spec)
-    run = TrainingRun(asked, world=engine.world, names=engine.names, handle=engine.handle)
-    measurement = _Measurement(run, engine.world.device)
-    values = {**engine.names_of_cells(), **run.names()}
     try:
-        with engine.training_cell(values, code=request.code, kept=False, tick=measurement.tick):
-            cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
-            with comparison.spread_by(request), _unbound(cell.assigned, engine.namespace), run:
-                report = measurement.made(cell, engine)
+        report = _measured(engine, request)
+        report = replace(report, idle_bytes=idle_bytes())
     except BaseException as error:
         INTERRUPTS.close()
         with cells.forgotten(error):
@@ -233,6 +175,23 @@ def put_back(engine: State, _: PutBackRequest) -> Reply:
     """Have everything as it was when the models were set aside."""
     engine.end_comparison()
     return Reply(rank=engine.world.rank)
+
+
+def _measured(engine: State, request: CompareRequest) -> CompareReport:
+    """Run the cell under one strategy, and hold nothing of it afterwards.
+
+    Collective: every rank must call this.
+    """
+    comparison = engine.comparison
+    assert isinstance(comparison, Comparison)
+    asked = TrainRequest(code=request.code, name=request.name, run_id=_NO_RUN, spec=request.spec)
+    run = TrainingRun(asked, world=engine.world, names=engine.names, handle=engine.handle)
+    measurement = Measurement(run, engine.world.device)
+    values = {**engine.names_of_cells(), **run.names()}
+    with engine.training_cell(values, code=request.code, kept=False, tick=measurement.tick):
+        cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
+        with comparison.spread_by(request), _unbound(cell.assigned, engine.namespace), run:
+            return measurement.made(cell, engine)
 
 
 @contextmanager

@@ -162,6 +162,14 @@ class MemoryWatch:
             if isinstance(value, torch.Tensor)
         )
 
+    def forget_peak(self) -> MemorySample:
+        """Count the height from here, and return that so far."""
+        before = self.peak()
+        reset_peak()
+        with self._lock:
+            self._peak = self.now()
+        return before
+
     def step_over(self) -> None:
         """Note that no gradient is left, and decide whether the next step's marks count."""
         self._gradient_bytes = 0

@@ -11,7 +11,7 @@ from ipyparallel.datapub import publish_data
 from torch.optim import Optimizer
 
 from fsdp_magic.core.protocol import PROGRESS_KEY, TrainRequest
-from fsdp_magic.core.telemetry import DeviceSample, ProgressReport, RunReport
+from fsdp_magic.core.telemetry import DeviceSample, MemorySample, ProgressReport, RunReport
 from fsdp_magic.engine import gradients, telemetry
 from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
@@ -136,6 +136,11 @@ class TrainingRun:
         """Remember this moment if it is the height so far; from any thread."""
         if self._prepared is not None:
             self._prepared.memory.look()
+
+    def forget_peak(self) -> MemorySample:
+        """Count the height from here, and return that so far; between steps."""
+        assert self._prepared is not None
+        return self._prepared.memory.forget_peak()
 
     def follow_steps(self, watch: Callable[[], None]) -> None:
         """Call something after each step and all that follows it; between ``prepare`` and steps."""

@@ -1,33 +1,28 @@
-"""KERNEL: strategies compared: each asked of the engines in turn, and all put back at the end."""
+"""KERNEL: what strategies did that were compared, and the table of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from fsdp_magic.core.comparison import (
-    WARM_UP_STEPS,
-    CompareReport,
-    CompareRequest,
-    PutBackRequest,
-    SetAsideRequest,
-)
-from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError
-from fsdp_magic.core.protocol import TrainRequest
-from fsdp_magic.core.specs.compare import CompareSpec, Variant
+from fsdp_magic.core.comparison import WARM_UP_STEPS
+from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.specs import ModelSpec
+from fsdp_magic.core.specs.compare import Variant, as_built
 from fsdp_magic.core.telemetry import MemorySample
+from fsdp_magic.core.units import bytes_text
 from fsdp_magic.notebook import display
-from fsdp_magic.notebook.engines import Engines
-from fsdp_magic.notebook.run import Run
-from fsdp_magic.notebook.screen import Nowhere
 from fsdp_magic.panels import comparison as panel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Compared:
     """What one strategy did.
+
+    Memory is counted beyond what the process held without the model: that of data, and of what
+    libraries keep from their first use on, is in ``idle_bytes``.
 
     Attributes:
         name: of the strategy, with what it adds: ``ddp+bf16``.
@@ -36,7 +31,9 @@ class Compared:
         samples_per_second: of all ranks; None where batches have no number of samples.
         peak_bytes: the most that was allocated, by rank.
         peak_memory: what that was made of, by rank.
+        idle_bytes: what was allocated when the model was gone, by rank.
         failure: why it did not run; empty: it did.
+        is_present: whether the models are spread so.
     """
 
     name: str
@@ -45,7 +42,9 @@ class Compared:
     samples_per_second: float | None = None
     peak_bytes: tuple[int | None, ...] = ()
     peak_memory: tuple[MemorySample | None, ...] = ()
+    idle_bytes: tuple[int, ...] = ()
     failure: str = ""
+    is_present: bool = False
 
     @property
     def fullest(self) -> MemorySample | None:
@@ -53,29 +52,57 @@ class Compared:
         known = [memory for memory in self.peak_memory if memory is not None]
         return max(known, key=lambda memory: memory.peak_allocated_bytes, default=None)
 
+    def __repr__(self) -> str:
+        if self.failure:
+            return f"<{self.name}: {self.failure}>"
+        seconds = self.seconds_per_step
+        peak = None if self.fullest is None else self.fullest.peak_allocated_bytes
+        time = "not timed" if seconds is None else f"{1000 * seconds:.1f} ms a step"
+        return f"<{self.name}: {time}, peak {bytes_text(peak)}>"
+
 
 class Comparison:
     """Strategies compared.
 
+    Args:
+        variants: what is compared.
+        built: how the models are spread.
+        steps: that are measured of each.
+        world_size: ranks they run on.
+
     Attributes:
-        world_size: ranks they ran on.
         strategies: what each did, in the order in which they ran.
-        steps: that were measured of each.
+        pending: names of those that have not run yet.
         last_frame: the table, as HTML and as text.
     """
 
-    def __init__(self, spec: CompareSpec, *, world_size: int, present: Iterable[str]) -> None:
-        self.steps = spec.steps
-        self.strategies: list[Compared] = []
-        self.pending = [variant.name for variant in spec.variants(world_size=world_size)]
+    def __init__(
+        self,
+        variants: Iterable[Variant],
+        built: Sequence[ModelSpec] = (),
+        *,
+        steps: int,
+        world_size: int,
+    ) -> None:
+        self.steps = steps
         self.world_size = world_size
-        self._present = frozenset(present)
+        self.strategies: list[Compared] = []
+        self.pending = [variant.name for variant in variants]
+        self._as_built = as_built(built)
         self.last_frame = self._frame()
 
     def __getitem__(self, name: str) -> Compared:
-        """Return what a strategy did, by its name as shown."""
-        wanted = Variant.parsed(name).name
-        return next(each for each in self.strategies if each.name == wanted)
+        """Return what a strategy did, by its name as shown; hybrid_shard's size may be left out.
+
+        Raises:
+            KeyError: if it was not compared.
+        """
+        wanted = _shown(name)
+        for each in self.strategies:
+            if wanted in (each.name, re.sub(":[0-9]+", "", each.name)):
+                return each
+        names = ", ".join(each.name for each in self.strategies) or "none"
+        raise KeyError(f"{name} was not compared; compared: {names}")
 
     def add(self, compared: Compared) -> None:
         """Take what a strategy did."""
@@ -102,13 +129,26 @@ class Comparison:
             warm_up=WARM_UP_STEPS,
             ranks=self.world_size,
             stamp=display.stamp(),
+            notes=self._notes(),
         )
         return panel.html(view), panel.text(view)
+
+    def _notes(self) -> list[str]:
+        idle = max((max(each.idle_bytes, default=0) for each in self.strategies), default=0)
+        notes = []
+        if self._as_built:
+            notes.append(f"What a row does not name is as the model was built: {self._as_built}")
+        if idle:
+            notes.append(
+                "Memory is counted beyond what a rank holds without the model, data and libraries: "
+                f"{bytes_text(idle)}"
+            )
+        return notes
 
     def _row(self, each: Compared) -> panel.ComparedView:
         return panel.ComparedView(
             name=each.name,
-            is_present=each.name in self._present,
+            is_present=each.is_present,
             losses=each.losses,
             difference=self._difference(each),
             seconds_per_step=each.seconds_per_step,
@@ -137,96 +177,16 @@ class Comparison:
             else f"{each.name} did not run"
             for each in self.strategies
         )
-        return f"<Comparison over {self.steps} steps: {times}>"
+        steps = f"{self.steps} step{'s' if self.steps != 1 else ''}"
+        return f"<Comparison over {steps}: {times}>"
 
 
-def compare_on(
-    engines: Engines,
-    request: TrainRequest,
-    comparison: Comparison,
-    variants: Iterable[Variant],
-    *,
-    show: bool,
-) -> None:
-    """Run the last training cell under each strategy, and show the table as it grows.
-
-    Args:
-        engines: to ask.
-        request: of the cell's last run.
-        comparison: takes the results.
-        variants: the strategies.
-        show: show the table.
-
-    Raises:
-        CellFailedError: if the cell failed otherwise than for want of memory; everything is as
-            before.
-        KeyboardInterrupt: if it was interrupted; everything is as before.
-    """
-    drawn = display.Panel()
-    everybody = range(comparison.world_size)
-    with _set_aside(engines, everybody):
-        for variant in variants:
-            asked = _request(request, variant, steps=comparison.steps)
-            comparison.add(_compared(engines, dict.fromkeys(everybody, asked), variant.name))
-            if show and comparison.pending:
-                drawn.draw(*comparison.last_frame, final=False)
-    if show:
-        drawn.draw(*comparison.last_frame, final=True)
-        display.mark_shown(comparison)
-
-
-@contextmanager
-def _set_aside(engines: Engines, ranks: Iterable[int]) -> Iterator[None]:
-    """Have the models set aside inside, and everything as before afterwards."""
+def _shown(name: str) -> str:
+    """Return the name of a strategy as it is shown; what is none stays."""
     try:
-        engines.ask("set_aside", dict.fromkeys(ranks, SetAsideRequest()), screen=Nowhere())
-        yield
-    finally:
-        if engines.broken is None:
-            engines.ask("put_back", dict.fromkeys(ranks, PutBackRequest()), screen=Nowhere())
-
-
-def _request(request: TrainRequest, variant: Variant, *, steps: int) -> CompareRequest:
-    """Return what is asked of a rank: the cell with its options, for so many steps."""
-    spec = replace(
-        request.spec,
-        steps=steps + WARM_UP_STEPS,
-        epochs=None,
-        eval_every=None,
-        eval_data=None,
-        snapshot_every=None,
-        trial=False,
-        resume=False,
-    )
-    return CompareRequest(code=request.code, name=request.name, spec=spec, variant=variant)
-
-
-def _compared(engines: Engines, requests: dict[int, CompareRequest], name: str) -> Compared:
-    """Run the cell under one strategy; one that does not fit, or is refused, is a row too."""
-    spec = requests[0].spec
-    try:
-        replies, _ = engines.ask("compare", requests, screen=Nowhere(), timeout=spec.timeout)
-    except OutOfMemoryOnRankError as error:
-        return Compared(name=name, failure=f"out of memory: {str(error).splitlines()[0]}")
-    except CellFailedError as error:
-        if not error.is_refusal:
-            raise
-        return Compared(name=name, failure=str(error).splitlines()[0])
-    reports: list[CompareReport] = [replies[rank].report for rank in sorted(replies)]
-    run = Run(run_id=0, world_size=len(reports), accumulate=spec.accumulate)
-    run.finish([report.run for report in reports])
-    count = min(report.measured_steps for report in reports)
-    seconds = max((r.seconds for r in reports if r.seconds is not None), default=None)
-    per_step = None if seconds is None or not count else seconds / count
-    samples = run.samples_per_step
-    return Compared(
-        name=name,
-        losses=tuple(run.losses),
-        seconds_per_step=per_step,
-        samples_per_second=None if per_step is None or not samples else samples / per_step,
-        peak_bytes=tuple(run.peak_bytes),
-        peak_memory=tuple(rank.peak_memory for rank in run.ranks),
-    )
+        return Variant.parsed(name).name
+    except UsageError:
+        return name
 
 
 def _relative(ours: float, theirs: float) -> float:

@@ -176,8 +176,9 @@ _MAGICS: dict[str, tuple[str, str]] = {
     "%fsdp_compare": (
         """
         Each strategy begins from the weights, the optimizer's state and the place in the data
-        that are there now; afterwards everything is as before. It returns the comparison:
-        result = %fsdp_compare
+        that are there now; afterwards everything is as before. Memory is counted beyond what a
+        rank holds without the model. It returns the comparison: result = %fsdp_compare;
+        result["ddp"] has losses, times and peaks.
         """,
         "%fsdp_compare --strategies full_shard,shard_grad_op,ddp+bf16 --steps 20",
     ),

@@ -106,6 +106,8 @@ def _either(value: Wanted, word: Wanted) -> Wanted:
 
 def _value(option: Option, typed: str) -> Wanted:
     """Return what an option's value may be."""
+    if option.listed:
+        return _listed(option, typed)
     choices = [choice for choice in (*option.choices, *option.offers) if choice != option.takes]
     if option.flags[0] == "--strategy":
         choices += [habit for habit in STRATEGY_HABITS if typed]
@@ -120,6 +122,16 @@ def _value(option: Option, typed: str) -> Wanted:
         completes=option.completes,
         anything=len(choices) < len(option.choices) or not option.choices,
     )
+
+
+def _listed(option: Option, typed: str) -> Wanted:
+    """Return what may stand behind the last comma or plus sign of a list."""
+    before, sign, last = re.match(r"(.*?)([,+]?)([^,+]*)$", typed).groups()  # type: ignore[union-attr]
+    said = re.split(r"[,+]", before.rpartition(",")[2]) if sign == "+" else []
+    words = option.added if sign == "+" else option.listed
+    fitting = [word for word in words if word.startswith(last.lower()) and word not in said]
+    offers = tuple(Offer(text=word, about=option.flags[0]) for word in fitting)
+    return Wanted(fragment=last, offers=offers)
 
 
 def _next_word(

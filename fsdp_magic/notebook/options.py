@@ -7,6 +7,7 @@ has it. On a line, `` #`` outside quotes starts a comment.
 from __future__ import annotations
 
 import ast
+import re
 import types
 import typing
 import warnings
@@ -251,6 +252,10 @@ def _unknown(magic: str, flag: str, spec: type[Any]) -> str:
 def _misplaced(magic: str, word: str, spec: type[Any]) -> str:
     """Return the line that refuses a word which is no option, where a magic takes only options."""
     what = f"{magic} does not take {quoted(word)}"
+    value = re.split(r"[,+]", word.lower())[0]
+    for option in options_of(spec).values():
+        if value in (*option.choices, *option.listed):
+            return f"{what}; did you mean {option.flags[0]} {as_typed(word)}?"
     near = nearest(normal(f"--{word.partition('=')[0]}"), flags_of(spec))
     return f"{what}{_meant(spec, near)}{_all_options(magic, spec, near)}"
 

@@ -14,7 +14,8 @@ from fsdp_magic.core.reply import ModelReport
 from fsdp_magic.core.specs import CompareSpec, EvalSpec, ModelSpec, RunSpec, TrainSpec, parse_ranks
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook import variables as variables_of
-from fsdp_magic.notebook.comparison import Comparison, compare_on
+from fsdp_magic.notebook.comparing import compare_on
+from fsdp_magic.notebook.comparison import Comparison
 from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.inspection import Inspection
@@ -249,11 +250,7 @@ class Session(Inspection):
                 "%fsdp_compare runs the last training cell again, and none has run; run a "
                 "%%fsdp_train cell first"
             )
-        comparison = Comparison(
-            spec, world_size=self.world_size, present=(self.shards(show=False).strategy,)
-        )
-        variants = spec.variants(world_size=self.world_size)
-        compare_on(self.engines, request, comparison, variants, show=show)
+        comparison = compare_on(self.engines, request, spec, world_size=self.world_size, show=show)
         self._history.last_frame = comparison.last_frame
         return comparison
 

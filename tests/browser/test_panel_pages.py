@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +16,7 @@ from panel_records import (
     evaluation_record,
     gpu_rank,
     history,
+    memory,
     parameter,
     placement,
     rank_status,
@@ -24,13 +25,15 @@ from panel_records import (
 )
 
 from fsdp_magic.core.whereabouts import Whereabouts
-from fsdp_magic.panels import evaluation, mosaic, status, training
+from fsdp_magic.panels import comparison, evaluation, mosaic, status, training
+from fsdp_magic.panels.comparison import ComparedView, ComparisonView
 from fsdp_magic.panels.waiting import WaitingView
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 WIDTHS = (936, 376)
+LONG_NAME = "full_shard+bf16+cpu_offload+activation_checkpointing"
 
 
 @dataclass(kw_only=True)
@@ -41,11 +44,13 @@ class Seen:
         heights: of the frames of a run, by width of the page and by its ranks.
         boxes: of hostile panels: width of the page; then height, width, width that is needed.
         happened: dialogs and requests of hostile panels.
+        cut_off: pixels of a comparison that its frame hides, by width of the page.
     """
 
     heights: dict[tuple[int, str], set[int]] = field(default_factory=dict)
     boxes: list[tuple[int, list[int]]] = field(default_factory=list)
     happened: list[str] = field(default_factory=list)
+    cut_off: dict[int, int] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,10 @@ def seen(test_run: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
                 seen.heights[width, run] = {height for height, _, _ in measured}
             measured = shown(page, waiting_frames(), width)
             seen.heights[width, "ranks that wait"] = {height for height, _, _ in measured}
+            shown(page, [comparison.html(compared(LONG_NAME))], width)
+            seen.cut_off[width] = page.evaluate(
+                "(panel => panel.scrollWidth - panel.clientWidth)(document.body.firstChild)"
+            )
         page.on("dialog", lambda dialog: seen.happened.append(dialog.message))
         page.on("request", lambda request: seen.happened.append(request.url))
         for width in WIDTHS:
@@ -81,6 +90,18 @@ def waiting_frames() -> list[str]:
     return [training.html(view(waiting=table)), training.html(view(waited=table))]
 
 
+def compared(name: str, failure: str = "out of memory: rank 1 had 2 GiB") -> ComparisonView:
+    ran = ComparedView(
+        name=name, losses=(6.5,), seconds_per_step=1.1, samples_per_second=1980.0,
+        difference=1e-7, memory=memory(), peak_bytes=(memory().peak_allocated_bytes,),
+        is_present=True,
+    )  # fmt: skip
+    rows = [replace(ran, name="ddp"), ran, ComparedView(name=name, failure=failure)]
+    return ComparisonView(
+        rows=rows, pending=[name], steps=8, warm_up=2, ranks=8, stamp="12:00:00", notes=[failure]
+    )
+
+
 def hostile_panels(bad: str) -> list[str]:
     ranks = (gpu_rank(0, bad), gpu_rank(1, bad + "2"))
     model = placement([parameter(f"{bad}.{name}", (8, 8), 2) for name in "ab"], 2, notes=(bad,))
@@ -90,6 +111,7 @@ def hostile_panels(bad: str) -> list[str]:
     return [
         training.html(view(waiting=table)),
         training.html(view(ranks=ranks, message=bad, notes=(bad,), metrics={bad: 1.0})),
+        comparison.html(compared(bad, bad)),
         mosaic.html(model),
         status.html(where, stamp=bad),
         evaluation.html(evaluated(metrics={bad: 1.0}, rows={bad: 2}, notes=(bad,))),
@@ -139,8 +161,12 @@ def test_every_frame_of_a_run_has_the_same_height(seen: Seen) -> None:
 
 
 def test_hostile_values_run_nothing_and_stay_on_the_page(seen: Seen) -> None:
-    assert len(seen.boxes) == 20
+    assert len(seen.boxes) == 24
     for width, (height, wide, needed) in seen.boxes:
         assert height < 1_500
         assert wide <= needed <= width
     assert [what for what in seen.happened if not what.startswith(("about:", "data:"))] == []
+
+
+def test_a_comparison_of_long_names_is_seen_whole_on_a_narrow_page_too(seen: Seen) -> None:
+    assert seen.cut_off == dict.fromkeys(WIDTHS, 0)

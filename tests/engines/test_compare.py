@@ -255,6 +255,31 @@ def test_there_must_be_a_cell_to_compare(session) -> None:
         session.compare(show=False)
 
 
+def test_peaks_are_the_same_in_whatever_order_strategies_run(session) -> None:
+    session.model(
+        """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+left_over = []
+""",
+        show=False,
+    )
+    # a first use, as of a library: it takes much for a moment, and leaves something for good
+    cell = "if step == 1:\n    left_over.append(torch.ones(6 << 20)); torch.ones(9 << 20)\n"
+    cell += "loss = model(torch.ones(1, 512)).pow(2).mean()"
+    session.train(cell, steps=1, show=False)
+    order = ("ddp", "full_shard+bf16", "full_shard")
+    one, other = (
+        session.compare(strategies=names, steps=1, show=False) for names in (order, order[::-1])
+    )
+    for name in order:
+        assert max(one[name].peak_bytes) == pytest.approx(max(other[name].peak_bytes), rel=0.05)
+        assert one[name].idle_bytes[0] > 6 << 22
+        assert one[name].fullest.activation_bytes < 6 << 22, "what is left over is no activation"
+    assert max(one["full_shard"].peak_bytes) < max(one["ddp"].peak_bytes)
+
+
 @pytest.mark.nightly
 def test_memory_of_what_is_set_aside_is_free(session) -> None:
     session.model(

@@ -27,7 +27,8 @@ SHORTER = {
         "n_layer=6": "n_layer=2",
         "n_embd=256": "n_embd=64",
         "%fsdp_compare --steps 6": "%fsdp_compare --steps 2",
-        "%fsdp_compare --steps 4": "%fsdp_compare --steps 2",
+        "--steps 4 --strategies full_shard,": "--steps 2 --strategies full_shard,",
+        "unwrapped = %fsdp_compare --steps 4": "unwrapped = %fsdp_compare --steps 2",
     },
 }
 """What is written otherwise where every commit runs it; ``make nightly`` runs them whole."""

@@ -7,6 +7,7 @@ import pytest
 from fsdp_magic import init
 from fsdp_magic.core.options import options_of
 from fsdp_magic.core.specs import (
+    CompareSpec,
     EmptySpec,
     EvalSpec,
     InitSpec,
@@ -105,6 +106,11 @@ def test_an_option_without_its_dashes_is_recognised(word: str, hint: str) -> Non
     message = refused(f"--data d {word}")
     assert f"does not take '{word}'" in message
     assert hint in message
+
+
+def test_a_value_without_its_option_is_recognised() -> None:
+    message = refused("full_shard,ddp+bf16", CompareSpec, "%fsdp_compare")
+    assert message.endswith("did you mean --strategies full_shard,ddp+bf16?")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ def test_every_option_of_every_magic_is_offered(shell: InteractiveShell, magic: 
             ["full_shard", "shard_grad_op", "zero1", "ddp", "hybrid_shard"],
         ),
         ("%%fsdp_model --bf", ["--bf16"]),
+        (
+            "%fsdp_compare --strategies ",
+            ["ddp", "zero1", "hybrid_shard", "shard_grad_op", "full_shard"],
+        ),
+        ("%fsdp_compare --strategies full_shard,d", ["ddp"]),
+        ("%fsdp_compare --strategies=ddp+bf16,full_shard+a", ["activation_checkpointing"]),
+        (
+            "%fsdp_compare --strategies ddp+bf16+",
+            ["fp32", "fp16", "cpu_offload", "activation_checkpointing"],
+        ),
         ("%%fsdp_model --no-comp", ["--no-compile"]),
         ("%%fsdp_model --activation-checkpointing=", ["blocks", "selective"]),
         ("%%fsdp_model --activation-checkpointing se", ["selective"]),
