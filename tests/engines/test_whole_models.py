@@ -145,6 +145,70 @@ def test_gradients_are_reduced_while_backward_runs(session):
     assert all(launched > 0 for launched in later)
 
 
+def test_a_reentrant_checkpoint_that_comes_later_is_refused(session):
+    """The first step has seen none, so the gradient is on its way when it gets one more."""
+    cell = """
+from torch.utils.checkpoint import checkpoint
+x, y = batch
+h = torch.tanh(model.first(x))
+for _ in range(2 if step else 1):
+    h = h + checkpoint(model.left, h, use_reentrant=True)
+loss = (model.last(h) - y).pow(2).mean()
+"""
+    session.model(NET, strategy="ddp", show=False)
+    with (
+        changed(session, SMALL_BUCKETS),
+        pytest.raises(CellFailedError, match="model.left.weight.*use_reentrant=False") as caught,
+    ):
+        session.train(cell, data="data", steps=3, show=False)
+    assert caught.value.run.steps == 1
+
+
+def test_two_models_that_ranks_call_in_another_order_do_not_mix(session):
+    made = """
+other, model = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+data = list(zip(inputs, torch.cat([targets] * 3, 1)))
+optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+"""
+    cell = """
+x, y = batch
+first, second = (model, other) if rank == 0 else (other, model)
+loss = (second(torch.tanh(first(x))) - y).pow(2).mean()
+"""
+    program = Program(built=NET + made, cell=cell, models=("model", "other"))
+    measured = on_engines(session, program, strategy="ddp")
+    assert_equal(measured, in_one_process(program), tolerance=1e-9)
+
+
+def test_few_copies_of_gradients_are_under_way_at_a_time(session):
+    """Also where another rank lets this one wait."""
+    built = """
+import time, torch
+from torch import nn
+model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(40)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+most = 0
+"""
+    watch = """
+def _launch(self, parameters, _o=_b.GradientReduction._launch):
+    global most
+    _o(self, parameters)
+    most = max(most, sum(each.copied_bytes for each in self._under_way))
+_b.GradientReduction._launch = _launch
+"""
+    cell = """
+loss = model(torch.ones(1, 6)).mean()
+if step and rank == 1:
+    loss.register_hook(lambda _: time.sleep(0.2))
+"""
+    session.model(built, strategy="ddp", show=False)
+    with changed(session, SMALL_BUCKETS + watch):
+        session.train(cell, steps=2, show=False)
+    # one may be added where there is room, and one as backward ends; 40 layers have 6,720 bytes
+    most, bucket = 900, 600 + 6 * 6 * 4
+    assert most < session.pull("most", rank=0) < most + 2 * bucket
+
+
 PLAIN_STEPS = {
     "by the optimizer": "optimizer.zero_grad()",
     "by the optimizer, to zero": "optimizer.zero_grad(set_to_none=False)",
