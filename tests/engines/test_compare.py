@@ -255,6 +255,22 @@ def test_there_must_be_a_cell_to_compare(session) -> None:
         session.compare(show=False)
 
 
+def test_the_peak_is_found_between_the_moments_that_a_step_marks(session) -> None:
+    """What a cell holds for a hundredth of a second only, in a step that warms up."""
+    build = "import time, torch\nmodel = torch.nn.Linear(2, 2)\n"
+    build += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    session.model(build, show=False)
+    held = "held = torch.ones(16, 2**20)\n    time.sleep(0.01)\n    del held"
+    cell = f"if holding:\n    {held}\nloss = model(torch.ones(2)).sum()"
+    peaks = []
+    for holding in (False, True):
+        session.run(f"holding = {holding}", show=False)
+        session.train(cell, steps=1, trial=True, show=False)
+        comparison = session.compare(strategies=["ddp"], steps=2, show=False)
+        peaks.append(comparison["ddp"].peak_bytes[0])
+    assert peaks[1] - peaks[0] > 60 * 2**20
+
+
 @pytest.mark.nightly
 def test_memory_of_what_is_set_aside_is_free(session) -> None:
     session.model(
