@@ -40,6 +40,7 @@ class Net(nn.Module):
 
 model = Net().double()
 model.scale.no_decay = True
+model.blocks[1][0].bias.requires_grad_(False)
 model.register_forward_hook(lambda module, args, out: out)
 teacher = Net().double().eval()
 free = torch.ones(3, dtype=torch.float64, requires_grad=True)
@@ -54,6 +55,7 @@ data = list(torch.randint(0, 11, (90,), generator=generator))
 kept = list(model.parameters())
 """
 CELL = """
+assert model.scale.no_decay  # marks and what is frozen are as the person left them, also inside
 with torch.no_grad():
     target = teacher(batch)
 loss = (model(batch) - target).pow(2).mean() + (free - 0.3).pow(2).mean()

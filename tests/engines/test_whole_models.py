@@ -255,6 +255,20 @@ for step in range(4):
             torch.testing.assert_close(ours, model.get_parameter(name), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_a_cell_that_failed_on_one_rank_are_dropped(session, strategy):
+    backward = "(model(inputs[:8]) - targets[:8]).pow(2).mean().backward()"
+    session.model(NET, strategy=strategy, show=False)
+    with pytest.raises(CellFailedError, match="before it"):
+        session.run(f"if rank == 1: raise ValueError('before it')\n{backward}", show=False)
+    session.run(backward, show=False)
+    names: dict = {}
+    exec(f"{NET}{backward}", names)
+    expected = names["model"].first.weight.grad
+    for ours in session.pull("model.first.weight.grad", rank="all"):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_gathering_that_failed_on_one_rank_is_made_up_for(session):
     """All ranks have stepped by then, and hold each other's rows from before."""
     cell = "x, y = batch\nloss = (model(x) - y).pow(2).mean()"
