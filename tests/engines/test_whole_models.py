@@ -77,6 +77,17 @@ def test_ranks_may_use_different_parts(session, cell, strategy, accumulate):
     assert_equal(measured, in_one_process(program, accumulate=accumulate), tolerance=1e-9)
 
 
+def test_what_was_frozen_when_it_was_built_may_be_trained_later(session):
+    cell = """
+x, y = batch
+model.left.requires_grad_(step >= 2)
+loss = (model(x) - y).pow(2).mean()
+"""
+    program = Program(built=NET + "model.left.requires_grad_(False)\n", cell=cell)
+    measured = on_engines(session, program, strategy="ddp")
+    assert_equal(measured, in_one_process(program), tolerance=1e-9)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", ["plain", pytest.param("gpt2", marks=pytest.mark.nightly)])
 def test_buckets_of_any_size_add_up_to_the_same(session, strategy, model):
