@@ -77,15 +77,20 @@ def test_ranks_may_use_different_parts(session, cell, strategy, accumulate):
     assert_equal(measured, in_one_process(program, accumulate=accumulate), tolerance=1e-9)
 
 
-def test_what_was_frozen_when_it_was_built_may_be_trained_later(session):
-    cell = """
-x, y = batch
-model.left.requires_grad_(step >= 2)
-loss = (model(x) - y).pow(2).mean()
-"""
-    program = Program(built=NET + "model.left.requires_grad_(False)\n", cell=cell)
-    measured = on_engines(session, program, strategy="ddp")
-    assert_equal(measured, in_one_process(program), tolerance=1e-9)
+def test_what_was_frozen_when_it_was_built_is_averaged_once_it_is_trained(session):
+    loss = "(model(inputs[part]) - targets[part]).pow(2).mean()"
+    session.model(NET + "model.left.requires_grad_(False)\n", strategy="ddp", show=False)
+    session.run(
+        "part = slice(8 * rank, 8 * rank + 8)\n"
+        f"model.left.requires_grad_(True)\n{loss}.backward()",
+        show=False,
+    )
+    names: dict = {"part": slice(0, 16)}
+    exec(f"{NET}{loss}.backward()", names)
+    torch.set_default_dtype(torch.float32)
+    expected = names["model"].left.weight.grad
+    for ours in session.pull("model.left.weight.grad", rank="all"):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -267,6 +272,36 @@ for step in range(4):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_stay_on_their_rank_within_no_sync(session, strategy):
+    loss = "(model(inputs[PART]) - targets[PART]).pow(2).mean()"
+    session.model(NET, strategy=strategy, show=False)
+    session.run(
+        "from fsdp_magic.engine.parallel.gathering import no_sync\n"
+        "first, last = slice(8 * rank, 8 * rank + 8), slice(8 * rank + 16, 8 * rank + 24)\n"
+        f"with no_sync(model):\n    {loss.replace('PART', 'first')}.backward()\n"
+        "alone = model.first.weight.grad.clone()\n"
+        f"{loss.replace('PART', 'last')}.backward()",
+        show=False,
+    )
+    names: dict = {}
+    exec(NET, names)
+    torch.set_default_dtype(torch.float32)
+    model = names["model"]
+
+    def gradient(*firsts: int) -> torch.Tensor:
+        for first in firsts:
+            eval(loss, names | {"PART": slice(first, first + 8)}).backward()
+        found = model.first.weight.grad.clone()
+        model.zero_grad()
+        return found
+
+    for rank, ours in enumerate(session.pull("alone", rank="all")):
+        torch.testing.assert_close(ours, gradient(8 * rank), rtol=1e-9, atol=1e-12)
+    for ours in session.pull("model.first.weight.grad", rank="all"):
+        torch.testing.assert_close(ours, gradient(0, 8, 16, 24) / 2, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_of_a_cell_that_failed_on_one_rank_are_dropped(session, strategy):
     backward = "(model(inputs[:8]) - targets[:8]).pow(2).mean().backward()"
     session.model(NET, strategy=strategy, show=False)
@@ -275,6 +310,7 @@ def test_gradients_of_a_cell_that_failed_on_one_rank_are_dropped(session, strate
     session.run(backward, show=False)
     names: dict = {}
     exec(f"{NET}{backward}", names)
+    torch.set_default_dtype(torch.float32)
     expected = names["model"].first.weight.grad
     for ours in session.pull("model.first.weight.grad", rank="all"):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
