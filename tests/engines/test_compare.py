@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 model = Net().double()
 model.scale.no_decay = True
-model.blocks[1][0].bias.requires_grad_(False)
+model.blocks[1][1].bias.requires_grad_(False)
 model.register_forward_hook(lambda module, args, out: out)
 teacher = Net().double().eval()
 free = torch.ones(3, dtype=torch.float64, requires_grad=True)

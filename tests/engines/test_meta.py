@@ -139,7 +139,9 @@ def test_what_no_rule_initialises_is_named_and_nothing_is_sharded(whole, extra, 
 @pytest.mark.nightly
 def test_small_parameters_are_as_the_constructor_made_them(session) -> None:
     extra = "self.table = nn.Parameter(torch.full((5, 4), 3.0))\n"
-    extra += "        self.wide = nn.Linear(512, 512)\n        nn.init.constant_(self.wide.bias, 3.0)"
+    extra += (
+        "        self.wide = nn.Linear(512, 512)\n        nn.init.constant_(self.wide.bias, 3.0)"
+    )
     session.model(own(extra), meta=True, show=False)
     assert session.pull("kinds") == {"cpu", "meta"}
     assert torch.equal(session.pull("model.table"), torch.full((5, 4), 3.0))
