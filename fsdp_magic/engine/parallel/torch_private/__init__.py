@@ -32,6 +32,7 @@ from fsdp_magic.engine.parallel.torch_private.tensors import (
     read_scalars_whole,
     shard_like,
     storage_bytes,
+    writes_to,
 )
 from fsdp_magic.engine.parallel.torch_private.units import (
     clear_gradients,
@@ -82,4 +83,5 @@ __all__ = [
     "storage_bytes",
     "units",
     "unsharded_parameters",
+    "writes_to",
 ]
