@@ -27,6 +27,7 @@ from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.parallel import gathering
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.zero1 import gather_written
 from fsdp_magic.engine.records import Averages, StepResult
 from fsdp_magic.engine.step import names_of, weighted
 from fsdp_magic.engine.telemetry import MemoryWatch
@@ -83,6 +84,7 @@ class ManualStep:
         with STEPS.within_step():
             bound = self.runner.run(names_of(step, 0, batches, batch, self._has_data))
             refuse_unlike_steps(self._trained.optimizers, self._world)
+        gather_written(self._models)
         self._memory.count_optimizer_state()
         self._memory.step_over()
         loss = None if bound.loss is None else scalar_loss(bound.loss).detach()

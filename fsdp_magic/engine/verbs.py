@@ -50,6 +50,7 @@ from fsdp_magic.engine.evaluation import Evaluator
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.parallel.meta import parameters_on_meta
 from fsdp_magic.engine.parallel.pretrained import MAPPED
+from fsdp_magic.engine.parallel.zero1 import gather_written
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.recovery import recover, restore
@@ -121,6 +122,8 @@ def run(engine: Engine, request: RunRequest) -> Reply:
         cell = cells.compile_cell(request.code, request.name, shell=engine.shell)
         engine.lost_models.refuse(cell.used)
         result = bundles.result_of(cell.run(engine.namespace), shell=engine.shell)
+        if request.ranks is None or len(request.ranks) == engine.world.world_size:
+            gather_written(engine.living_models())
     return Reply(rank=engine.world.rank, report=result)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from coverings import pairwise
 from equality import PLAIN, PLAIN_CELL, STEPS, Case, Trajectory, assert_equal, single_process
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel import activation_checkpointing
@@ -249,3 +250,25 @@ def test_it_keeps_less_in_memory(session):
     assert peaks["blocks"] < peaks["selective"] < peaks[False]
     kept, fewer = 8 * 640, 8 * 64 + 640
     assert peaks[False] - peaks["blocks"] > 0.8 * (kept - fewer) * 1024 * 4
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products of linear layers; those of their own backward are others."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "again"), [(False, 0), ("selective", 8), ("blocks", 16)])
+def test_as_many_products_are_computed_again_as_are_not_kept(kind, again):
+    model = names_of(DEEP)["model"]
+    activation_checkpointing.apply(model, [], ModelSpec(activation_checkpointing=kind))
+    loss = model(torch.ones(2, 64)).sum()
+    with Products() as products:
+        loss.backward()
+    assert products.count == again

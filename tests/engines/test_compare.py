@@ -40,6 +40,7 @@ class Net(nn.Module):
 
 model = Net().double()
 model.scale.no_decay = True
+model.blocks[1][1].bias.requires_grad_(False)
 model.register_forward_hook(lambda module, args, out: out)
 teacher = Net().double().eval()
 free = torch.ones(3, dtype=torch.float64, requires_grad=True)
@@ -54,6 +55,7 @@ data = list(torch.randint(0, 11, (90,), generator=generator))
 kept = list(model.parameters())
 """
 CELL = """
+assert model.scale.no_decay  # marks and what is frozen are as the person left them, also inside
 with torch.no_grad():
     target = teacher(batch)
 loss = (model(batch) - target).pow(2).mean() + (free - 0.3).pow(2).mean()
@@ -278,6 +280,22 @@ left_over = []
         assert one[name].idle_bytes[0] > 6 << 22
         assert one[name].fullest.activation_bytes < 6 << 22, "what is left over is no activation"
     assert max(one["full_shard"].peak_bytes) < max(one["ddp"].peak_bytes)
+
+
+def test_the_peak_is_found_between_the_moments_that_a_step_marks(session) -> None:
+    """What a cell holds for a hundredth of a second only, in a step that warms up."""
+    build = "import time, torch\nmodel = torch.nn.Linear(2, 2)\n"
+    build += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    session.model(build, show=False)
+    held = "held = torch.ones(16, 2**20)\n    time.sleep(0.01)\n    del held"
+    cell = f"if holding:\n    {held}\nloss = model(torch.ones(2)).sum()"
+    peaks = []
+    for holding in (False, True):
+        session.run(f"holding = {holding}", show=False)
+        session.train(cell, steps=1, trial=True, show=False)
+        comparison = session.compare(strategies=["ddp"], steps=2, show=False)
+        peaks.append(comparison["ddp"].peak_bytes[0])
+    assert peaks[1] - peaks[0] > 60 * 2**20
 
 
 @pytest.mark.nightly

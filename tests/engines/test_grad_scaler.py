@@ -143,6 +143,23 @@ def test_a_failed_step_leaves_the_scaler_as_it_was(session):
     assert session.pull("scales", rank="all") == [expected[2]] * 2
 
 
+def test_a_step_that_ranks_do_not_agree_on_leaves_the_scaler_as_it_was(session):
+    """It fails after its norm, which is not finite, is known."""
+    build(session)
+    session.run(
+        "from fsdp_magic.engine import optimizer_state as file_\n"
+        "whole_ = file_.make_missing\n"
+        "def fails_(optimizers):\n"
+        "    file_.make_missing = whole_\n"
+        "    raise ValueError('no state')\n"
+        "if rank == 1:\n    file_.make_missing = fails_",
+        show=False,
+    )
+    with pytest.raises(CellFailedError, match="no state"):
+        train(session)
+    assert session.pull(SCALE, rank="all") == [2.0**16] * 2
+
+
 def test_a_snapshot_holds_the_scaler(session):
     build(session)
     session.run(

@@ -138,9 +138,16 @@ def test_what_no_rule_initialises_is_named_and_nothing_is_sharded(whole, extra, 
 
 @pytest.mark.nightly
 def test_small_parameters_are_as_the_constructor_made_them(session) -> None:
-    session.model(own("self.table = nn.Parameter(torch.full((5, 4), 3.0))"), meta=True, show=False)
-    assert session.pull("kinds") == {"cpu"}
+    extra = "self.table = nn.Parameter(torch.full((5, 4), 3.0))\n"
+    extra += (
+        "        self.wide = nn.Linear(512, 512)\n        nn.init.constant_(self.wide.bias, 3.0)"
+    )
+    session.model(own(extra), meta=True, show=False)
+    assert session.pull("kinds") == {"cpu", "meta"}
     assert torch.equal(session.pull("model.table"), torch.full((5, 4), 3.0))
+    # the rule that gives the weight beside it its values writes the bias as well
+    assert torch.equal(session.pull("model.wide.bias"), torch.full((512,), 3.0))
+    assert session.pull("model.wide.weight").std() > 0
 
 
 @pytest.mark.nightly

@@ -21,6 +21,17 @@ def test_offloading_on_cpu_engines_says_that_it_has_no_effect(session, capsys) -
     )
 
 
+@pytest.mark.parametrize(("sync", "is_there"), [("every", True), ("last", False)])
+def test_gradients_are_reduced_when_it_was_asked_for(session, sync: str, is_there: bool) -> None:
+    """Where they are reduced at every micro-step, shards have gradients from the first one on."""
+    case = Case(model=PLAIN, cell=PLAIN_CELL)
+    session.model(case.built, accumulate_sync=sync, show=False)
+    session.run("seen, shards = [], [p for p in model.parameters() if p.ndim]", show=False)
+    seeing = "if micro_step:\n    seen.append(any(p.grad is not None for p in shards))\n"
+    session.train(seeing + case.cell, data="data", steps=2, accumulate=2, show=False)
+    assert session.pull("seen", rank="all") == [[is_there] * 2] * 2
+
+
 def test_batchnorm_over_ranks_is_refused_on_cpu_engines_before_anything_changes(session) -> None:
     with pytest.raises(FsdpError, match=r"--sync-batchnorm needs GPUs.*micro-batch") as caught:
         session.model(Case(model=PLAIN).built, sync_batchnorm=True, show=False)

@@ -1,8 +1,14 @@
-"""ENGINE: shards of whole parameters that are views of them, and their gradients."""
+"""ENGINE: shards of whole parameters that are views of them, and their gradients.
+
+A write through a shard reaches this rank's rows of the whole and no others. So a shard does not
+share the whole tensor's count of writes (it is made of ``.data``), and either's tell what was
+written through it.
+"""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,6 +17,15 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.row_gathering import own_rows
 from fsdp_magic.engine.world import World
+
+
+@dataclass(slots=True)
+class _Link:
+    """A whole gradient whose rows are a shard's, with how often either had been written then."""
+
+    gradient: weakref.ref[torch.Tensor]
+    whole_writes: int
+    shard_writes: int
 
 
 class ShardViews:
@@ -26,7 +41,8 @@ class ShardViews:
     def __init__(self, world: World) -> None:
         self._world = world
         self._shards: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._linked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._linked: dict[int, _Link] = {}
+        self._writes: dict[int, int] = {}
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the shard of a parameter that something holds; itself if nothing does."""
@@ -39,7 +55,7 @@ class ShardViews:
         shard = self.held(parameter)
         if shard is not parameter or not has_rows(parameter):
             return shard
-        rows = own_rows(parameter.detach(), self._world)
+        rows = own_rows(parameter.data, self._world)
         shard = nn.Parameter(
             DTensor.from_local(
                 rows,
@@ -53,6 +69,7 @@ class ShardViews:
         )
         vars(shard).update(vars(parameter))  # a person's marks on it, such as p.no_decay
         self._shards[id(parameter)] = weakref.ref(shard)
+        self.gathered(parameter, shard)
         return shard
 
     def link(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
@@ -65,15 +82,47 @@ class ShardViews:
         if gradient is None:
             shard.grad = None
         elif not self._is_linked(parameter, gradient):
-            rows, like = own_rows(gradient.detach(), self._world), shard.data
+            rows, like = own_rows(gradient.data, self._world), shard.data
             assert isinstance(like, DTensor)
             shard.grad = torch_private.shard_like(rows, like)
-            self._linked[id(parameter)] = weakref.ref(gradient)
+            self.settle_gradient(parameter, shard)
+
+    def settle_gradient(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
+        """Count writes to a gradient from here: the whole one is the same on every rank."""
+        whole, rows = parameter.grad, shard.grad
+        if whole is not None and rows is not None:
+            self._linked[id(parameter)] = _Link(
+                weakref.ref(whole), whole._version, torch_private.writes_to(rows)
+            )
+
+    def wrote_gradient(self, parameter: nn.Parameter, shard: nn.Parameter) -> bool:
+        """Return whether a gradient was written through its shard, on this rank's rows only."""
+        link = self._linked.get(id(parameter))
+        if link is None or shard.grad is None or link.gradient() is not parameter.grad:
+            return False
+        return torch_private.writes_to(shard.grad) != link.shard_writes
+
+    def wrote_both_gradients(self, parameter: nn.Parameter, shard: nn.Parameter) -> bool:
+        """Return whether a gradient was written through its shard, and as a whole too."""
+        if not self.wrote_gradient(parameter, shard):
+            return False
+        assert parameter.grad is not None
+        return parameter.grad._version != self._linked[id(parameter)].whole_writes
+
+    def gathered(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
+        """Count writes to a parameter from here: the whole one is the same on every rank."""
+        self._writes[id(parameter)] = torch_private.writes_to(shard)
+
+    def wrote(self, parameter: nn.Parameter, shard: nn.Parameter) -> bool:
+        """Return whether a parameter was written through its shard since."""
+        return torch_private.writes_to(shard) != self._writes[id(parameter)]
 
     def _follow(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
         """Have a shard be a view again if the person gave its parameter another tensor."""
-        rows = own_rows(parameter.detach(), self._world)
-        torch_private.point_at(shard, rows)
+        wrote = self.wrote(parameter, shard)
+        torch_private.point_at(shard, own_rows(parameter.data, self._world))
+        if not wrote:
+            self.gathered(parameter, shard)
 
     def gradient_of(self, parameter: nn.Parameter, shard: nn.Parameter) -> torch.Tensor | None:
         """Return a whole gradient; one that was cleared through the shard is cleared first."""
@@ -83,8 +132,8 @@ class ShardViews:
         return gradient
 
     def _is_linked(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        reference = self._linked.get(id(parameter))
-        return reference is not None and reference() is gradient
+        link = self._linked.get(id(parameter))
+        return link is not None and link.gradient() is gradient
 
 
 def has_rows(parameter: nn.Parameter) -> bool:

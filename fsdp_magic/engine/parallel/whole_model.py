@@ -26,6 +26,7 @@ from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.collectives import UNITS
 from fsdp_magic.engine.parallel.gradient_buckets import GradientReduction, buckets_of
+from fsdp_magic.engine.parallel.own_gradients import ReducedGradients, watch_steps
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.whole_models import (
     forget,
@@ -48,11 +49,15 @@ class WholeModel(ShardedModel):
         name: what it was bound to.
         spec: how it is spread.
         world: over whom.
+
+    Attributes:
+        group: the ranks; for gradients only.
     """
 
     def __init__(self, module: nn.Module, *, name: str, spec: ModelSpec, world: World) -> None:
         super().__init__(module, name=name, spec=spec, world=world)
-        self._group = world.gradients_group()
+        self.group = self._group = world.gradients_group()
+        self._reduced = ReducedGradients()
         self._trained: Collection[int] = ()
         self._pending: set[int] = set()
         """Ids of parameters with a gradient of this rank alone in it."""
@@ -63,6 +68,7 @@ class WholeModel(ShardedModel):
         self._order: list[int] = []
         self._reduction: GradientReduction | None = None
         remember(self)
+        watch_steps()
         for parameter in module.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
                 with requiring_gradient(parameter):  # one that is frozen may be trained later
@@ -269,6 +275,22 @@ class WholeModel(ShardedModel):
             assert parameter.grad is not None
             parameter.grad /= self._world.world_size
         self._pending.difference_update(map(id, chosen))
+        self._reduced.note(chosen)
+
+    def own_gradients(self, held: Collection[int]) -> list[torch.Tensor]:
+        """Return the gradients of which nothing says that all ranks have the same.
+
+        Args:
+            held: ids of the parameters that an optimizer holds.
+        """
+        if self._adds_up:
+            return []
+        parameters = (
+            p
+            for p in self.module.parameters()
+            if (id(p) in held or id(self.held(p)) in held) and id(p) not in self._pending
+        )
+        return list(self._reduced.others(parameters))
 
     def _is_pending(self, parameter: nn.Parameter) -> bool:
         if parameter.grad is None or self._unsynced[id(parameter)] > 0:

@@ -7,7 +7,10 @@ whole parameter; after its step the rows of the other ranks are gathered into pl
 cut, a scalar, optimizers hold whole.
 
 Gradients can be cleared through the module, which knows the whole ones, and through an optimizer,
-which knows the shards'. Whichever is cleared, the other is too (``shard_views.py``).
+which knows the shards'. Whichever is cleared, the other is too (``shard_views.py``). Other writes
+through shards reach this rank's rows only: to parameters, they are gathered before the next
+forward; to gradients, they are refused where the whole ones are needed after them, and a
+``GradScaler`` is shown the whole ones.
 """
 
 from __future__ import annotations
@@ -20,12 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
+from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
+from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import parameters_of, repoint
 from fsdp_magic.engine.parallel import torch_private
 from fsdp_magic.engine.parallel.ddp import compute_as_asked, make_alike
@@ -35,6 +36,7 @@ from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.whole_model import WholeModel
 from fsdp_magic.engine.parallel.whole_models import living
 from fsdp_magic.engine.parallel.wrapping import Units
+from fsdp_magic.engine.parallel.zero1_optimizers import watch_optimizers
 from fsdp_magic.engine.world import World
 
 
@@ -53,8 +55,11 @@ class Zero1Model(WholeModel):
     def __init__(self, module: nn.Module, *, name: str, spec: ModelSpec, world: World) -> None:
         self._views = ShardViews(world)
         self._stepped: set[int] = set()
+        self._untouched: set[int] = set()
+        """Ids of the shards that are stepped now and whose gradients nothing wrote before."""
         super().__init__(module, name=name, spec=spec, world=world)
-        _watch_optimizers()
+        watch_optimizers(_concerned)
+        module.register_forward_pre_hook(_before_forward)
         torch_private.read_scalars_whole()
 
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -101,6 +106,8 @@ class Zero1Model(WholeModel):
         super().reduce()
         for parameter, shard in self.cut():
             self._views.link(parameter, shard)
+            if not self._views.wrote_gradient(parameter, shard):
+                self._views.settle_gradient(parameter, shard)
             if self._adds_up:
                 parameter.grad = None  # its memory is the shard's now, and goes when that does
 
@@ -118,8 +125,30 @@ class Zero1Model(WholeModel):
 
     def before_gradient(self, parameter: nn.Parameter) -> None:
         """Clear a gradient that was cleared through its shard, before another is added to it."""
-        if parameter.grad is not None and not self._adds_up:
-            self._views.gradient_of(parameter, self.held(parameter))
+        if parameter.grad is None or self._adds_up:
+            return
+        shard = self.held(parameter)
+        self._views.gradient_of(parameter, shard)
+        if shard is not parameter and self._views.wrote_gradient(parameter, shard):
+            if parameter.grad is not None and parameter.grad.any():
+                raise self._refusal(parameter, "backward would add to all of it")
+            self._views.settle_gradient(parameter, shard)  # zeros are the same on every rank
+
+    def shows_whole(self, parameter: nn.Parameter, shard: nn.Parameter) -> bool:
+        """Return whether a whole gradient may be changed in the place of its shard's."""
+        gradient = self._views.gradient_of(parameter, shard)
+        return gradient is not None and not self._views.wrote_gradient(parameter, shard)
+
+    def cleared(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
+        """Note that both gradients of a parameter were set to zero."""
+        self._views.settle_gradient(parameter, shard)
+
+    def _refusal(self, parameter: nn.Parameter, so: str) -> FsdpError:
+        return FsdpError(
+            f"the gradient of `{self._name_of(parameter)}` was changed through an optimizer, which "
+            f"holds only this rank's rows of it under zero1, and {so}; change gradients through "
+            f"the model instead, as in: for p in {self.name}.parameters(): p.grad.mul_(0.5)"
+        )
 
     # -- steps
 
@@ -132,9 +161,15 @@ class Zero1Model(WholeModel):
             whole = [p for p in self.module.parameters() if id(p) in held]
             repoint(optimizer, {id(p): self._views.shard_of(p) for p in whole})
         held = {id(p) for p in parameters_of(optimizer)}
+        self._untouched.clear()
         for parameter, shard in self.cut():
             if id(shard) in held:
                 self._views.link(parameter, shard)
+                if not self._views.wrote_gradient(parameter, shard):
+                    self._untouched.add(id(shard))
+                elif self._views.wrote_both_gradients(parameter, shard):
+                    STEPS.refused(optimizer)  # it was counted before we were asked
+                    raise self._refusal(parameter, "then as a whole, through the model")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what an optimizer has updated; in an automatic step once all have stepped.
@@ -142,8 +177,12 @@ class Zero1Model(WholeModel):
         Collective: every rank must call this.
         """
         self._stepped.update(id(p) for p in parameters_of(optimizer))
-        if not self._adds_up:
-            self.updated()
+        if self._adds_up:
+            return
+        for parameter, shard in self.cut():
+            if id(shard) in self._untouched:  # what an optimizer does with its gradients is its own
+                self._views.settle_gradient(parameter, shard)
+        self.updated()
 
     def updated(self) -> None:
         """Bring the rows that other ranks have updated into the whole parameters.
@@ -152,10 +191,21 @@ class Zero1Model(WholeModel):
         """
         self._gather(p for p, shard in self.cut() if id(shard) in self._stepped)
 
+    def gather_written(self) -> None:
+        """Gather what was written through shards since they were gathered, if anything was.
+
+        Collective if so: every rank must have written to the same.
+        """
+        if written := self._written():
+            self._gather(written)
+
+    def _written(self) -> list[nn.Parameter]:
+        return [p for p, shard in self.cut() if self._views.wrote(p, shard)]
+
     @property
     def is_torn(self) -> bool:
         """Whether this rank has updated rows that it may not have gathered."""
-        return bool(self._stepped)
+        return bool(self._stepped or self._written())
 
     def gather_all(self) -> None:
         """Bring every rank's rows into the whole parameters.
@@ -165,8 +215,12 @@ class Zero1Model(WholeModel):
         self._gather(p for p in self.module.parameters() if has_rows(p))
 
     def _gather(self, parameters: Iterable[nn.Parameter]) -> None:
-        gather_rows(list(parameters), name=self.name, group=self._group, world=self._world)
+        gathered = list(parameters)
+        gather_rows(gathered, name=self.name, group=self._group, world=self._world)
         self._stepped.clear()
+        for parameter in gathered:
+            if (shard := self.held(parameter)) is not parameter:
+                self._views.gathered(parameter, shard)
 
 
 def replicate_with_sharded_state(
@@ -209,12 +263,23 @@ def complete_updates(models: Iterable[ShardedModel], world: World) -> None:
             model.gather_all()
 
 
+def gather_written(models: Iterable[ShardedModel]) -> None:
+    """Gather what a cell has written through optimizers' shards.
+
+    Collective if it has: every rank must call this.
+    """
+    for model in models:
+        if isinstance(model, Zero1Model):
+            model.gather_written()
+
+
 def gather_stepped(optimizer: Optimizer) -> None:
     """Gather what an optimizer has updated so far.
 
     Collective: every rank must call this.
     """
-    _after_step(optimizer)
+    for model in _concerned(optimizer):
+        model.after_step(optimizer)
 
 
 def _before_gradient(
@@ -225,19 +290,11 @@ def _before_gradient(
         alive.before_gradient(whole)
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Have every optimizer of this process tell before and after its steps."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-    zero_grad = Optimizer.zero_grad
-
-    @functools.wraps(zero_grad)
-    def both(self: Optimizer, set_to_none: bool = True) -> None:
-        zero_grad(self, set_to_none)
-        _clear_whole(self, set_to_none=set_to_none)
-
-    Optimizer.zero_grad = both  # type: ignore[method-assign]
+def _before_forward(module: nn.Module, _: object) -> None:
+    """Gather what was written through shards; a copy of the module has none."""
+    if torch.compiler.is_compiling():
+        return
+    gather_written(model for model in living() if model.reference() is module)
 
 
 def _concerned(optimizer: Optimizer) -> Iterator[Zero1Model]:
@@ -247,26 +304,3 @@ def _concerned(optimizer: Optimizer) -> Iterator[Zero1Model]:
             both = (id(each) for p in model.module.parameters() for each in (p, model.held(p)))
             if not held.isdisjoint(both):
                 yield model
-
-
-def _before_step(optimizer: Optimizer, *_: object) -> None:
-    for model in _concerned(optimizer):
-        model.before_step(optimizer)
-
-
-def _after_step(optimizer: Optimizer, *_: object) -> None:
-    for model in _concerned(optimizer):
-        model.after_step(optimizer)
-
-
-def _clear_whole(optimizer: Optimizer, *, set_to_none: bool) -> None:
-    """Clear the whole gradients of which an optimizer has cleared the rows."""
-    held = {id(parameter) for parameter in parameters_of(optimizer)}
-    for model in _concerned(optimizer):
-        for parameter, shard in model.cut():
-            if id(shard) not in held or parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad.detach().zero_()

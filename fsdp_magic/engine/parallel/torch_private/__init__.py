@@ -33,6 +33,7 @@ from fsdp_magic.engine.parallel.torch_private.tensors import (
     read_scalars_whole,
     shard_like,
     storage_bytes,
+    writes_to,
 )
 from fsdp_magic.engine.parallel.torch_private.units import (
     clear_gradients,
@@ -86,4 +87,5 @@ __all__ = [
     "storage_bytes",
     "units",
     "unsharded_parameters",
+    "writes_to",
 ]

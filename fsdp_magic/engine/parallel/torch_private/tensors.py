@@ -89,3 +89,9 @@ def point_at(shard: torch.Tensor, rows: torch.Tensor) -> None:
     assert isinstance(shard, DTensor)
     if shard._local_tensor.data_ptr() != rows.data_ptr():
         shard._local_tensor = rows
+
+
+def writes_to(shard: torch.Tensor) -> int:
+    """Return how often a sharded tensor was written, itself or what ``to_local()`` gives."""
+    assert isinstance(shard, DTensor)
+    return shard._version + shard._local_tensor._version
