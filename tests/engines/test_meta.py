@@ -123,8 +123,22 @@ def test_a_persons_own_rule_is_used(whole) -> None:
         ("self.table = nn.Parameter(torch.randn(5, 4))", "no rule initialises model.table; write"),
         (
             "nn.init.normal_(self.blocks[0].first.weight, std=0.01)",
-            "the constructor writes, in a way that cannot be done again, to "
+            "the model's rules do not do again what the cell does to "
             "model.blocks.0.first.weight; write",
+        ),
+        ("self.blocks[0].first.weight.data *= 5", "do not do again .* model.blocks.0.first.weight"),
+        (
+            "self.blocks[0].first.weight = nn.Parameter(torch.full((24, 24), 5.0))",
+            "do not do again what the cell does to model.blocks.0.first.weight; write",
+        ),
+        (
+            "self.blocks[0].load_state_dict(Block().state_dict())\n        "
+            "self.blocks[0].first.weight.data.copy_(torch.tensor(2.0))",
+            "cannot be copied or loaded to model.blocks.0.first.weight; do it in a later cell",
+        ),
+        (
+            "nn.utils.parametrizations.spectral_norm(self.blocks[0].first)",
+            "would fill buffers that have no memory: model.blocks.0.first.*; leave --meta, or",
         ),
     ],
 )
@@ -134,6 +148,29 @@ def test_what_no_rule_initialises_is_named_and_nothing_is_sharded(whole, extra, 
     assert len(str(caught.value).splitlines()) == 1
     assert whole.pull("type(model).__name__") == "Net"
     assert whole.pull("model.blocks[1].first.weight.is_meta")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "float(model.blocks[0].first.weight.sum())",
+        pytest.param("model.blocks[0].to('cpu')", marks=pytest.mark.nightly),
+        pytest.param("model.blocks[0].first.weight.detach().tolist()", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_cell_that_reads_values_before_there_are_any_is_told_so(whole, line: str) -> None:
+    with pytest.raises(CellFailedError, match="with --meta large parameters have no values before"):
+        whole.model(own() + line, meta=True, show=False)
+
+
+@pytest.mark.nightly
+def test_weights_that_are_there_are_kept(whole) -> None:
+    whole.run("import torch\nearlier = torch.nn.Linear(24, 24).weight", show=False)
+    line = "self.blocks[0].first.weight = earlier"
+    code = "import numpy as np\n" + own(line)
+    whole.model(code, meta=True, show=False)
+    kept = whole.pull("earlier")
+    assert torch.equal(whole.pull("model.blocks[0].first.weight"), kept)
 
 
 @pytest.mark.nightly
