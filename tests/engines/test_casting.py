@@ -168,3 +168,42 @@ def test_nothing_keeps_a_model_alive():
     del model
     gc.collect()
     assert gone() is None
+
+
+BATCHNORM = """
+import torch
+from torch import nn
+torch.manual_seed(3)
+model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(0)
+inputs, targets = torch.randn(16, 6, generator=generator), torch.randn(16, 2, generator=generator)
+"""
+USES = """
+rows = slice(8 * rank, 8 * rank + 8)
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+scaler.scale((model(inputs[rows]) - targets[rows]).pow(2).mean()).backward()
+for p in (*model[0].parameters(), *model[2].parameters()):
+    torch.distributed.all_reduce(p.grad)
+    p.grad /= world_size
+whole = [fsdp.whole(p.grad).clone() for p in model.parameters()]
+scaler.unscale_(optimizer)
+norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+torch._foreach_mul_([p.grad for p in model.parameters()], 2.0)
+torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+after = [fsdp.whole(p.grad) for p in model.parameters()]
+scaler.step(optimizer)
+"""
+
+
+def test_gradients_of_batchnorm_are_clipped_with_the_shards(session):
+    """It stays whole in low precision, beside shards."""
+    session.model(BATCHNORM, strategy="full_shard", precision="bf16", show=False)
+    session.run(USES, show=False)
+    whole, after = session.pull("whole"), session.pull("after")
+    unscaled = [gradient / 64 for gradient in whole]
+    norm = torch.stack([gradient.square().sum() for gradient in unscaled]).sum().sqrt()
+    assert session.pull("float(norm)") == pytest.approx(float(norm), rel=1e-5)
+    for ours, gradient in zip(after, unscaled, strict=True):
+        expected = (gradient * 2 * 0.1 / norm).clamp(-0.05, 0.05)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)

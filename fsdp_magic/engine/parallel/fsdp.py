@@ -219,6 +219,7 @@ def _prepare(model: FsdpModel) -> None:
     gather_around_calls(model.module)
     free_before_steps(model.module)
     torch_private.read_scalars_whole()
+    torch_private.take_whole_in_lists()
 
 
 def _parameter_placement(

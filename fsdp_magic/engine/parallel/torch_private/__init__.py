@@ -33,6 +33,7 @@ from fsdp_magic.engine.parallel.torch_private.tensors import (
     read_scalars_whole,
     shard_like,
     storage_bytes,
+    take_whole_in_lists,
     writes_to,
 )
 from fsdp_magic.engine.parallel.torch_private.units import (
@@ -85,6 +86,7 @@ __all__ = [
     "shut_down_workers",
     "state_reference",
     "storage_bytes",
+    "take_whole_in_lists",
     "units",
     "unsharded_parameters",
     "writes_to",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +13,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.utils import _apply_to_tensors
+
+_ON_LISTS = re.compile("_foreach_")
 
 
 def read_scalars_whole() -> None:
@@ -30,6 +36,53 @@ def _read_whole(
     assert isinstance(tensor, DTensor)
     whole: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
     return op_call(whole, **kwargs)
+
+
+def take_whole_in_lists() -> None:
+    """Let operators on lists, as clipping uses, take shards and tensors that ranks hold whole.
+
+    Only these: elsewhere a whole tensor beside a shard is a mistake, which torch tells.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for name in filter(_ON_LISTS.match, dir(torch.ops.aten)):
+        packet = getattr(torch.ops.aten, name)
+        for operator in (getattr(packet, overload) for overload in packet.overloads()):
+            handlers.setdefault(operator, _with_whole)
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    if not isinstance(handlers[unscale], functools.partial):
+        handlers[unscale] = functools.partial(_shards_first, handlers[unscale])
+
+
+def _with_whole(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+    """Take whole tensors as what all ranks have."""
+    with _without_handler(op_call, _with_whole):
+        return op_call(*args, **kwargs)
+
+
+@contextmanager
+def _without_handler(op_call: Any, handler: Any) -> Iterator[None]:
+    dispatcher = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers.pop(op_call)
+    before, dispatcher._allow_implicit_replication = dispatcher._allow_implicit_replication, True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+        dispatcher._custom_op_handlers[op_call] = handler
+
+
+def _shards_first(
+    handler: Any, op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]
+) -> Any:
+    """Unscale gradients with shards first: torch takes where they are from the first."""
+    gradients, *rest = args
+    ordered = sorted(gradients, key=lambda gradient: not isinstance(gradient, DTensor))
+    dispatcher = DTensor._op_dispatcher
+    before, dispatcher._allow_implicit_replication = dispatcher._allow_implicit_replication, True
+    try:
+        return handler(op_call, (ordered, *rest), kwargs)
+    finally:
+        dispatcher._allow_implicit_replication = before
 
 
 def align_group_count() -> None:
