@@ -49,6 +49,8 @@ def test_a_variant_changes_what_it_names(text, changes):
 def test_what_a_variant_does_not_name_is_as_the_model_was_built():
     spec = ModelSpec(precision="bf16", cpu_offload=True, activation_checkpointing=True)
     assert Variant.parsed("shard_grad_op").applied(spec, world_size=2).cpu_offload
+    now = ModelSpec(strategy="hybrid_shard")  # shared by host
+    assert Variant.parsed("hybrid_shard").applied(now, world_size=8) == now
     ddp = Variant.parsed("ddp").applied(spec, world_size=2)
     assert ddp.precision == "bf16"
     assert ddp.activation_checkpointing == spec.activation_checkpointing

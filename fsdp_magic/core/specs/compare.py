@@ -51,7 +51,8 @@ class Variant:
         """Return how a model is spread by it; what it does not name is as the model was built."""
         changes: dict[str, Any] = {"strategy": self.strategy, "shard_size": None}
         if self.strategy == "hybrid_shard":
-            changes["shard_size"] = spec.shard_size or world_size // 2
+            is_now = spec.strategy == self.strategy
+            changes["shard_size"] = spec.shard_size if is_now else world_size // 2
         if self.strategy in _WHOLE:
             changes["cpu_offload"] = False
         return dataclasses.replace(spec, **{**changes, **dict(self.changes)})
