@@ -116,7 +116,6 @@ def test_a_persons_own_rule_is_used(whole) -> None:
     assert torch.equal(whole.pull("model.blocks[1].first.weight"), torch.full((24, 24), 0.25))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("extra", "error"),
     [
@@ -134,7 +133,7 @@ def test_a_persons_own_rule_is_used(whole) -> None:
         (
             "self.blocks[0].load_state_dict(Block().state_dict())\n        "
             "self.blocks[0].first.weight.data.copy_(torch.tensor(2.0))",
-            "cannot be copied or loaded to model.blocks.0.first.weight; do it in a later cell",
+            "cannot be copied or loaded to model.blocks.0.first.weight, .*; do it in a later cell",
         ),
         (
             "nn.utils.parametrizations.spectral_norm(self.blocks[0].first)",

@@ -28,7 +28,7 @@ from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.parallel.unit_dtypes import of_one_dtype
-from fsdp_magic.engine.parallel.wrapping import units_of, wrap
+from fsdp_magic.engine.parallel.wrapping import left_notes, units_of, wrap
 
 
 class Mlp(nn.Module):
@@ -134,6 +134,7 @@ def test_units_come_after_those_inside_them() -> None:
         ("Blok", r"has no module of class Blok; did you mean Block\? It has Net, Block, Mlp"),
         ("Block,Tower", r"no module of class Tower; it has Net, Block"),
         ("block", r"did you mean (blocks|Block)\?"),
+        ("blocks,Mlp", r"blocks is a rule of its own and cannot stand beside class names; give "),
         ("ModuleList", r"never called; name the class of what is in them: Net, Block"),
     ],
 )
@@ -141,6 +142,41 @@ def test_a_class_that_no_unit_can_be_of_is_refused(rule: str, message: str) -> N
     with pytest.raises(FsdpError, match=message) as caught:
         units_of(Net(), rule)
     assert "\n" not in str(caught.value)
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_layers_without_parts_are_blocks_where_a_model_repeats_nothing_else() -> None:
+    assert names(Layers(4), "blocks") == ["layers.0", "layers.1", "layers.2"]
+    model = Net()
+    model.extra = Layers(4)
+    assert names(model, "blocks") == ["blocks.0", "blocks.1"]
+
+
+def test_a_large_model_that_is_gathered_at_once_is_said_to_be() -> None:
+    once = "all of it is gathered at once"
+    large = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 8))
+    (note,) = left_notes("model", wrap(large, "blocks"))
+    assert note.startswith(f"model: the model has no repeated blocks, so {once}; --wrap size:1M")
+    (note,) = left_notes("model", wrap(Net(), "Net"))
+    assert f"--wrap Net is the class of the model itself, so {once}; name a" in note
+    assert note.endswith(": Block, Mlp, Linear, Embedding, LayerNorm"), note
+    for model, rule in (
+        (large, "none"),
+        (large, "Linear"),
+        (Net(), "blocks"),
+        (Layers(600), "blocks"),
+    ):
+        assert left_notes("model", wrap(model, rule)) == []
 
 
 class Chooser(nn.Module):

@@ -92,6 +92,14 @@ def test_what_was_made_elsewhere_is_not_known() -> None:
     assert mode.of(before) is mode.of(copy) is mode.of(read) is None
 
 
+def test_tensors_like_one_without_memory_can_be_made() -> None:
+    with WritesMode():
+        like = torch.empty(4, 6, device="meta")
+        assert torch.zeros_like(like, device="cpu").tolist() == [[0.0] * 6] * 4
+        assert like.new_tensor(2.0, device="cpu").item() == 2.0
+        assert nn.functional.embedding(torch.tensor([1]), like).is_meta
+
+
 def test_functions_of_torch_are_its_own_afterwards() -> None:
     genuine = nn.init.orthogonal_
     with WritesMode():
@@ -100,11 +108,21 @@ def test_functions_of_torch_are_its_own_afterwards() -> None:
     assert nn.init.orthogonal_ is globals()["orthogonal_"] is genuine
 
 
-@pytest.mark.parametrize("read", [float, bool, torch.Tensor.tolist, lambda t: t.to("cpu")])
+READS: list[Callable[[torch.Tensor], object]] = [
+    lambda t: float(t.sum()),
+    lambda t: bool(t.isnan().any()),
+    torch.Tensor.tolist,
+    lambda t: t.to("cpu"),
+    lambda t: torch.zeros(4, 6).copy_(t),
+    lambda t: nn.functional.linear(torch.ones(2, 6), t),  # torch itself gives garbage
+]
+
+
+@pytest.mark.parametrize("read", READS)
 def test_values_that_are_not_there_cannot_be_read(read: Callable[[torch.Tensor], object]) -> None:
     with (
         WritesMode(),
         pytest.raises(FsdpError, match="no values before the cell is over") as caught,
     ):
-        read(torch.empty((), device="meta"))
+        read(torch.empty(4, 6, device="meta"))
     assert "\n" not in str(caught.value)

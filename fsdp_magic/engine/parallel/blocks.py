@@ -21,6 +21,20 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return list({id(block): block for block in _repeated(module)}.values())
 
 
+def repeated_layers(module: nn.Module) -> list[nn.Module]:
+    """Return what a model without blocks repeats: layers without submodules, in lists."""
+    lists = (part for part in module.modules() if isinstance(part, nn.ModuleList))
+    found: dict[int, nn.Module] = {}
+    for each in lists:
+        classes = Counter(map(type, each))
+        found |= {
+            id(c): c
+            for c in each
+            if classes[type(c)] > 1 and next(c.parameters(), None) is not None
+        }
+    return list(found.values())
+
+
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     children = [child for child in module._modules.values() if child is not None]
     classes: Counter[type] = Counter()

@@ -17,16 +17,18 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.specs.wrap import class_names, least_parameters
+from fsdp_magic.core.specs.wrap import WORDS, class_names, least_parameters
 from fsdp_magic.core.units import count_text
 from fsdp_magic.core.wording import suggestion
-from fsdp_magic.engine.parallel.blocks import repeated_blocks
+from fsdp_magic.engine.parallel.blocks import repeated_blocks, repeated_layers
 from fsdp_magic.engine.parallel.choices import is_choice
 from fsdp_magic.engine.parallel.direct_reads import read_directly
 from fsdp_magic.engine.parallel.ties import without_ties
 
 Units = list[tuple[nn.Module, ...]]
 _LISTED = 12
+_LARGE = 10**6
+"""Parameters from which it matters that a model is gathered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,12 @@ class Wrapping:
     Attributes:
         units: each the modules that are gathered together, inner ones first; not the root.
         chosen: dotted names of parts that the rule wants, and that ranks may choose among.
+        whole: why the rule makes no units though units were meant; or nothing.
     """
 
     units: Units
     chosen: tuple[str, ...]
+    whole: str = ""
 
 
 def units_of(module: nn.Module, rule: str) -> Units:
@@ -66,11 +70,30 @@ def wrap(module: nn.Module, rule: str) -> Wrapping:
     return Wrapping(
         units=[(part,) for part in _inner_first(module) if id(part) in kept],
         chosen=tuple(chosen),
+        whole="" if wanted else _why_whole(module, rule),
     )
+
+
+def _why_whole(module: nn.Module, rule: str) -> str:
+    if class_names(rule):
+        listed = _listed([part for part in module.modules() if part is not module])
+        parts = f"; name a class of its parts: {listed}" if listed else ""
+        return (
+            f"--wrap {rule} is the class of the model itself, so all of it is gathered at "
+            f"once{parts}"
+        )
+    if rule == "blocks" and sum(p.numel() for p in module.parameters()) >= _LARGE:
+        return (
+            "the model has no repeated blocks, so all of it is gathered at once; --wrap size:1M "
+            "or --wrap CLASS gathers it in parts"
+        )
+    return ""
 
 
 def left_notes(name: str, wrapping: Wrapping) -> list[str]:
     """Return a sentence on what the rule wanted and is left to what holds it."""
+    if wrapping.whole:
+        return [f"{name}: {wrapping.whole}"]
     if not wrapping.chosen:
         return []
     parts = ", ".join(f"{name}.{part}" for part in wrapping.chosen)
@@ -154,7 +177,7 @@ def has_forward(module: nn.Module) -> bool:
 def _wanted(module: nn.Module, rule: str, fitness: Fitness) -> list[nn.Module]:
     """Return the modules that a rule asks for, whether they can be units or not."""
     if rule == "blocks":
-        return repeated_blocks(module)
+        return repeated_blocks(module) or repeated_layers(module)
     least = least_parameters(rule)
     if least is not None:
         return _from_size(module, least, fitness.may_be_unit)
@@ -217,6 +240,12 @@ def _is_a(module: nn.Module, name: str) -> bool:
 
 
 def _unknown_classes(parts: list[nn.Module], missing: list[str]) -> str:
+    word = next((name for name in missing if name.lower() in WORDS), None)
+    if word is not None:
+        return (
+            f"--wrap: {word} is a rule of its own and cannot stand beside class names; give "
+            f"--wrap {word.lower()}, or names alone: the model has {_listed(parts)}"
+        )
     known = [type(part).__name__ for part in parts]
     near = suggestion(missing[0], dict.fromkeys((*known, "blocks", "none")))
     return (

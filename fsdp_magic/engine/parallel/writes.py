@@ -43,6 +43,10 @@ _NO_CONTENT = ("aten::empty", "aten::new_empty")
 """How the names of operations begin that make tensors without content."""
 _NO_VALUES = ("generator", "dtype", "layout", "device", "pin_memory", "memory_format")
 _PLAIN = (int, float, complex, str)
+_NOT_BEFORE = (
+    "with --meta large parameters have no values before the cell is over, and it reads some or "
+    "moves them to a device; do that in a later cell, or leave --meta out"
+)
 _READING = ("aten::_local_scalar_dense", "aten::_to_copy")
 
 
@@ -53,7 +57,7 @@ class Write:
     Attributes:
         brief: the operation and its plain arguments.
         text: with where it wrote, and what made the tensors that it read.
-        copies: whether it took the values of another tensor that has memory.
+        copies: whether it took the values of another tensor.
     """
 
     brief: str = field(compare=False)
@@ -110,6 +114,8 @@ class WritesMode(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 written += [(each, argument.is_out) for each in _tensors(value)]
+        if not written:
+            _refuse_garbage(result, args, kwargs)
         for tensor, is_out in written:
             self._add(tensor, schema.name, args, kwargs, is_out=is_out)
         if not written and any(each.alias_info is None for each in schema.returns):
@@ -162,7 +168,7 @@ class WritesMode(TorchDispatchMode):
         brief = f"{same}({', '.join(plain)})"
         read = [t for t in _tensors(values) if t is not written]
         made = [known[-1].brief if (known := self.of(t)) else "" for t in read]
-        copies = name == "aten::copy_" and not any(t.is_meta for t in read)
+        copies = name == "aten::copy_" and bool(read)
         return Write(brief, f"{brief} of {made}" if read else brief, copies)
 
     def _set(self, tensor: torch.Tensor, writes: Writes) -> None:
@@ -198,13 +204,24 @@ def _refuse_reading(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         FsdpError: saying when they are there.
     """
-    name = func._schema.name
-    if name not in _READING or not isinstance(args[0], torch.Tensor) or not args[0].is_meta:
+    name, device = func._schema.name, kwargs.get("device")
+    if name == "aten::copy_":
+        reads = args[1].is_meta and not args[0].is_meta
+    else:
+        reads = name in _READING and args[0].is_meta
+        if name == "aten::_to_copy":
+            reads = reads and device is not None and torch.device(device).type != "meta"
+    if reads:
+        raise FsdpError(_NOT_BEFORE)
+
+
+def _refuse_garbage(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if values came of a tensor without memory, as torch's matrix products let them.
+
+    Raises:
+        FsdpError: saying when they are there.
+    """
+    if "device" in kwargs or all(tensor.is_meta for tensor in _tensors(result)):
         return
-    device = kwargs.get("device")
-    if name == "aten::_to_copy" and (device is None or torch.device(device).type == "meta"):
-        return
-    raise FsdpError(
-        "with --meta large parameters have no values before the cell is over, and it reads some or "
-        "moves them to a device; do that in a later cell, or leave --meta out"
-    )
+    if any(tensor.is_meta for tensor in _tensors((*args, *kwargs.values()))):
+        raise FsdpError(_NOT_BEFORE)
