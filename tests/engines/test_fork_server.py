@@ -69,6 +69,7 @@ def test_chance_is_fresh_in_every_engine_and_sets_have_one_order(session: Sessio
     assert len(set(results(session, "hash('a name')"))) == 1
 
 
+@pytest.mark.nightly
 def test_an_engine_has_the_kernels_place_at_the_time_it_is_started(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_an_engine_has_the_kernels_place_at_the_time_it_is_started(
         session.restart()
 
 
+@pytest.mark.nightly
 def test_engines_outlive_their_server_and_their_own_end_is_still_seen_at_once(
     session: Session,
 ) -> None:
@@ -164,6 +166,7 @@ def test_an_interrupt_while_engines_start_leaves_nothing(monkeypatch: pytest.Mon
     assert left <= neighbours
 
 
+@pytest.mark.nightly
 def test_an_interrupt_while_engines_are_replaced_leaves_none_and_they_can_be_started(
     session: Session,
 ) -> None:

@@ -241,7 +241,10 @@ def test_nothing_outlives_a_kernel_killed_while_its_engines_do(
     kill_and_look(process, before)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.7, 1.5])
+@pytest.mark.parametrize(
+    "seconds",
+    [0.7, *(pytest.param(each, marks=pytest.mark.nightly) for each in (0.0, 1.5))],
+)
 def test_nothing_outlives_a_kernel_killed_while_its_engines_start(
     seconds: float, kernel: Callable[[str], subprocess.Popen[str]]
 ) -> None:
