@@ -106,12 +106,7 @@ class Preparation:
         self.notes += kept.restoration.complete()
         STEPS.train(trained.optimizers.values())
         if spec.trial:
-            self._put_back.callback(position.back, position.mark())
-            schedulers = reachable(self._namespace, LRScheduler).values()
-            optimizers = trained.optimizers.values()
-            before = Snapshot(self._modules(), trained.parameters, optimizers, schedulers)
-            self._put_back.callback(before.restore)
-            self._put_back.callback(kept.scaler.load_state_dict, kept.scaler.state_dict())
+            self._undo_afterwards(kept, trained)
         self.notes += notes + put_in_train_mode(self._models, trained)
         weighing = self._weighing(cell, trained)
         data = open_data(
@@ -154,6 +149,15 @@ class Preparation:
             snapshots=snapshots,
             total_steps=self._total_steps,
         )
+
+    def _undo_afterwards(self, kept: State, trained: Trained) -> None:
+        """Have everything that a trial changes put back when the run is over."""
+        self._put_back.callback(kept.position.back, kept.position.mark())
+        schedulers = reachable(self._namespace, LRScheduler).values()
+        optimizers = trained.optimizers.values()
+        before = Snapshot(self._modules(), trained.parameters, optimizers, schedulers)
+        self._put_back.callback(before.restore)
+        self._put_back.callback(kept.scaler.load_state_dict, kept.scaler.state_dict())
 
     def _weighing(self, cell: Cell, trained: Trained) -> Weighing:
         """Return how batches are weighed; labels as the models count them that are trained."""

@@ -33,17 +33,11 @@ def replicate(
         The spread model, and no parameter: none is replaced.
     """
     notes = make_alike(module, name=name, world=world)
-    compute_as_asked(module, spec, units)
+    if (dtype := compute_dtype(spec)) is not None:
+        compute_in(module, units, dtype)
     model = WholeModel(module, name=name, spec=spec, world=world)
     model.notes += notes
     return model, {}
-
-
-def compute_as_asked(module: nn.Module, spec: ModelSpec, units: Units) -> None:
-    """Let a model with whole parameters compute in the precision that was asked for."""
-    dtype = compute_dtype(spec)
-    if dtype is not None:
-        compute_in(module, units, dtype)
 
 
 def make_alike(module: nn.Module, *, name: str, world: World) -> list[str]:

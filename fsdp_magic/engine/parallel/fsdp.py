@@ -193,16 +193,23 @@ def shard(
     )
     torch_private.settle_root(module)
     _prepare(model)
+    return model, _replaced(model, places)
+
+
+def _replaced(
+    model: FsdpModel, places: list[tuple[nn.Parameter, nn.Module, str]]
+) -> dict[int, nn.Parameter]:
+    """Return each new parameter by the id of the one it replaces, and note what was replaced."""
+    found = {}
     for old, owner, attribute in places:
         new = owner._parameters[attribute]
-        if new is not None and new is not old:
+        if new is None:
+            continue
+        found[id(old)] = new
+        if new is not old:
             vars(new).update(vars(old))  # a person's marks on it, such as p.no_decay
             model.earlier.append((weakref.ref(old), weakref.ref(new)))
-    return model, {
-        id(old): new
-        for old, owner, attribute in places
-        if (new := owner._parameters[attribute]) is not None
-    }
+    return found
 
 
 def _prepare(model: FsdpModel) -> None:

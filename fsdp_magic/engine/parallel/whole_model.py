@@ -56,7 +56,7 @@ class WholeModel(ShardedModel):
 
     def __init__(self, module: nn.Module, *, name: str, spec: ModelSpec, world: World) -> None:
         super().__init__(module, name=name, spec=spec, world=world)
-        self.group = self._group = world.gradients_group()
+        self.group = world.gradients_group()
         self._reduced = ReducedGradients()
         self._trained: Collection[int] = ()
         self._pending: set[int] = set()
@@ -237,7 +237,7 @@ class WholeModel(ShardedModel):
     def _new_reduction(self) -> GradientReduction:
         parameters = self._trained_parameters()
         expected = [parameters[n] for n in self._order] or parameters[::-1]
-        return GradientReduction(buckets_of(expected), name=self.name, group=self._group)
+        return GradientReduction(buckets_of(expected), name=self.name, group=self.group)
 
     def _settle_order(self) -> None:
         """Expect gradients in the order in which rank 0 got them in the first step of a run.
@@ -253,7 +253,7 @@ class WholeModel(ShardedModel):
         place = {number: place for place, number in enumerate(arrived)}
         places = [place.get(id(parameter), len(place)) for parameter in parameters]
         order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
-        dist.broadcast(order, group_src=0, group=self._group)
+        dist.broadcast(order, group_src=0, group=self.group)
         self._order = order.tolist()
 
     @torch.no_grad()
@@ -265,12 +265,12 @@ class WholeModel(ShardedModel):
         parameters = list(self.module.parameters())
         flags = torch.tensor([self._is_pending(p) for p in parameters], dtype=torch.uint8)
         all_reduce = UNITS.naming(self.name, dist.all_reduce)
-        all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         chosen = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
         for parameter in chosen:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        GradientReduction(buckets_of(chosen[::-1]), name=self.name, group=self._group).finish()
+        GradientReduction(buckets_of(chosen[::-1]), name=self.name, group=self.group).finish()
         for parameter in chosen:
             assert parameter.grad is not None
             parameter.grad /= self._world.world_size

@@ -29,7 +29,9 @@ from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.optimizer_steps import STEPS
 from fsdp_magic.engine.optimizers import parameters_of, repoint
 from fsdp_magic.engine.parallel import torch_private
-from fsdp_magic.engine.parallel.ddp import compute_as_asked, make_alike
+from fsdp_magic.engine.parallel.casting import compute_in
+from fsdp_magic.engine.parallel.ddp import make_alike
+from fsdp_magic.engine.parallel.precision import compute_dtype
 from fsdp_magic.engine.parallel.row_gathering import gather_rows
 from fsdp_magic.engine.parallel.shard_views import ShardViews, has_rows
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
@@ -216,7 +218,7 @@ class Zero1Model(WholeModel):
 
     def _gather(self, parameters: Iterable[nn.Parameter]) -> None:
         gathered = list(parameters)
-        gather_rows(gathered, name=self.name, group=self._group, world=self._world)
+        gather_rows(gathered, name=self.name, group=self.group, world=self._world)
         self._stepped.clear()
         for parameter in gathered:
             if (shard := self.held(parameter)) is not parameter:
@@ -241,7 +243,8 @@ def replicate_with_sharded_state(
         The spread model, and each shard by the id of its parameter.
     """
     notes = make_alike(module, name=name, world=world)
-    compute_as_asked(module, spec, units)
+    if (dtype := compute_dtype(spec)) is not None:
+        compute_in(module, units, dtype)
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # its rows could not be gathered into place
             parameter.data = parameter.data.contiguous()
