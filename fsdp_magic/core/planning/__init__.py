@@ -1,0 +1,1 @@
+"""PURE: from the trace of one training step to bytes on a rank over time; standard library only."""
