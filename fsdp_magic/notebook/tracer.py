@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsdp_magic
 from fsdp_magic.core.channel import ChannelClosedError, Frames, Unreadable, framed
 from fsdp_magic.core.errors import CellInterrupted, FsdpError
 from fsdp_magic.core.planning.requests import (
@@ -76,7 +75,7 @@ def traced(request: TraceRequest, *, printed: Printed) -> TraceReport | TraceFai
 
 def _started() -> subprocess.Popen[bytes]:
     """Start the process, in a session of its own: Jupyter interrupts the kernel's whole group."""
-    package = str(Path(fsdp_magic.__file__).parents[1])
+    package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package)))
     return subprocess.Popen(
         _COMMAND,

@@ -39,7 +39,7 @@ class PlanSpec:
         "--gpu-memory",
         default=None,
         takes="SIZE|CARD",
-        habits=("--gpu", "--card", "--memory", "--vram", "--memory-limit", "--device-memory"),
+        habits=("--gpu", "--card", "--memory", "--vram", "--device-memory"),
         help="memory of each GPU, as a size or by the card's name: 24GiB, A100-80GB; default "
         f"{GPU_MEMORY}, or the session's own devices",
     )
