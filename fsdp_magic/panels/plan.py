@@ -177,9 +177,10 @@ def _bar(each: PlanRow, view: PlanView) -> str:
             f'<span title="usable {bytes_text(view.usable_bytes)}" style="position:absolute;'
             f'left:{left:.2f}%;height:100%;border-left:2px solid {RED}"></span>'
         )
+    label = escape(f"{shortened(each.name, 80)}: {words} {unit.name}")
     return (
-        f'<div role="img" aria-label="{escape(f"{shortened(each.name, 80)}: {words} {unit.name}")}" '
-        f'style="display:flex;position:relative;height:{_BAR_HEIGHT}px;background:{TRACK};'
+        f'<div role="img" aria-label="{label}" style="display:flex;position:relative;'
+        f"height:{_BAR_HEIGHT}px;background:{TRACK};"
         f'border-radius:3px;overflow:hidden">{boxes}{limit}'
         f"{hidden(f'{words} {unit.name}')}</div>"
     )

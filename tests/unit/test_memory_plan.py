@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from plan_records import device, memory_plan, step_trace, strategy_plan
@@ -13,9 +14,9 @@ from fsdp_magic.core.planning.ledger import Ledger
 from fsdp_magic.core.planning.peak_curve import MOST_SAMPLES, PeakCurve
 from fsdp_magic.core.planning.peak_parts import grouped
 from fsdp_magic.core.planning.step_trace import Size
-from fsdp_magic.core.planning.terms import terms_of
+from fsdp_magic.core.planning.terms import PEAK, USABLE
 from fsdp_magic.core.planning.timeline import KINDS, timeline_of
-from fsdp_magic.core.units import MIB, bytes_text
+from fsdp_magic.core.units import GIB, MIB, bytes_text
 
 
 def _random_ledger(seed: int, entries: int = 400) -> Ledger:
@@ -128,14 +129,16 @@ def test_places_are_grouped(place: str, group: str) -> None:
 
 
 def test_terms_add_up_and_each_has_a_source() -> None:
-    terms = terms_of(strategy_plan("full_shard"), device(context_bytes=MIB), 4)
+    plan = memory_plan("full_shard", device=device(context_bytes=MIB))
+    terms = plan.terms("full_shard", 4)
     assert all(term.source for term in terms)
-    sizes = {term.name: term.bytes for term in terms}
-    names = list(sizes)
-    usable, peak = names.index("usable by torch's allocator"), names.index("peak, allocated")
+    names = [term.name for term in terms]
+    usable, peak = names.index(USABLE), names.index(PEAK)
     assert sum(term.bytes for term in terms[:usable]) == terms[usable].bytes == 255 * MIB
     assert sum(term.bytes for term in terms[usable + 1 : peak]) == terms[peak].bytes
-    assert sizes["reserved beyond it"] > 0
+    assert terms[peak].bytes == plan.peak_bytes("full_shard", 4)
+    assert terms[-1].bytes > 0
+    assert re.search(rf"{PEAK} +{terms[peak].bytes / GIB:.3f} GiB  the sum", repr(terms))
 
 
 # ---------------------------------------------------------------- what to change

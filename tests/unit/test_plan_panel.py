@@ -160,7 +160,7 @@ def test_terms_are_a_table_with_names_sizes_and_sources() -> None:
     source, text = plan_terms.html(plan, "full_shard"), plan_terms.text(plan, "full_shard")
     assert_harmless(source)
     for words in (Page(source).text, text):
-        assert "usable by torch's allocator" in words
+        assert "usable by tensors" in words
         assert "torch.chunk" in words
         assert "peak, allocated" in words
 
