@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 
 def sample_count(batch: Any) -> int | None:
     """Return the number of samples of a batch: dim 0 of its tensors, if they agree."""
-    lengths = {len(tensor) for tensor in _tensors(batch) if tensor.ndim > 0}
+    lengths = {len(tensor) for tensor in tensors(batch) if tensor.ndim > 0}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -24,16 +24,33 @@ def token_count(batch: Any) -> int | None:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a batch with every tensor in it on a device; its structure is kept."""
+    return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with every tensor in it changed; its structure is kept."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, Mapping):
-        moved = {key: to_device(item, device) for key, item in value.items()}
-        return moved if type(value) is dict else _rebuilt(value, moved)
+        changed = {key: mapped(item, change) for key, item in value.items()}
+        return changed if type(value) is dict else _rebuilt(value, changed)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
+        return type(value)(*(mapped(item, change) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(mapped(item, change) for item in value)
     return value
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
 
 
 def _rebuilt(value: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
@@ -42,14 +59,3 @@ def _rebuilt(value: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
         return type(value)(moved)  # type: ignore[call-arg]
     except TypeError:
         return moved
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

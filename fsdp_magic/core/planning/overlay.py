@@ -99,6 +99,8 @@ def replay(overlay: Overlay, *, steps: int = 2) -> Ledger:
     """Replay steps under an overlay, and return what was taken and given back."""
     trace, ledger = overlay.trace, overlay.ledger
     overlay.begin()
+    for held in trace.standing:
+        ledger.take(("standing", held.id), held.size, held.kind, place=held.place)
     micro_steps = min(overlay.setting.accumulate, _MOST_MICRO_STEPS)
     number = 0
     for step in range(1, steps + 1):

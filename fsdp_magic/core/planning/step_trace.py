@@ -26,7 +26,12 @@ Kind = Literal[
 ]
 """What memory is of. ``temporary``: what backward or an optimizer needs for a moment;
 ``gathered``: whole parameters of a unit in use; ``communication``: what collectives read, write
-and copy."""
+and copy.
+
+In a traced micro-step ``gathered`` and ``gradient`` are what there is in low precision where
+parameters are whole: copies of parameters that are cast while a unit computes, and gradients cast
+back to the dtype of their parameter; ``place`` is its name. Strategies that gather low-precision
+parameters have neither, and leave both out."""
 
 Mark = Literal[
     "forward",
@@ -39,7 +44,9 @@ Mark = Literal[
     "micro_step_end",
 ]
 """What a step passes: a module's forward (or its being computed again) begins and ends, backward
-begins, the gradient of a module's output is there, the gradient of a parameter is complete."""
+begins, the gradient of a module's output is there, the gradient of a parameter is complete. The
+trace frees that gradient just before its mark, which hands its bytes over to the overlay; where one
+is there already, both are for a moment."""
 
 
 class Size(NamedTuple):
@@ -176,6 +183,8 @@ class StepTrace:
             gathered together, inner ones first; the rest is the root's.
         precision: it was traced in.
         activation_checkpointing: of what activations are computed again; empty: of nothing.
+        standing: what is there before the first step and stays, whole on every rank: buffers, and
+            what the first forwards of a model keep for later ones; negative numbers.
         flops: of forward and backward, in floating point operations.
         moved: bytes that operators read and write.
     """
@@ -187,5 +196,6 @@ class StepTrace:
     units: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     precision: str = "fp32"
     activation_checkpointing: str = ""
+    standing: tuple[Allocated, ...] = ()
     flops: Size = field(default_factory=Size)
     moved: Size = field(default_factory=Size)

@@ -13,6 +13,7 @@ from fsdp_magic.engine.parallel.torch_private.backward import (
     count_missing_as_zero,
     forget_iteration,
     reduce_what_came_late,
+    run_backward,
 )
 from fsdp_magic.engine.parallel.torch_private.composable import (
     put_state_reference,
@@ -79,6 +80,7 @@ __all__ = [
     "put_state_reference",
     "read_scalars_whole",
     "reduce_what_came_late",
+    "run_backward",
     "set_divide_factor",
     "settle_root",
     "shard_like",
