@@ -56,7 +56,7 @@ class BucketReduction:
         self._bucket_of = {p.name: n for n, bucket in enumerate(self._buckets) for p in bucket}
         self._missing = [len(bucket) for bucket in self._buckets]
         self._launched = 0
-        self._under_way: deque[tuple[tuple[object, ...], int]] = deque()
+        self._under_way: deque[tuple[tuple[str, int, int], int]] = deque()
         self._number = number
 
     def arrived(self, name: str) -> None:
@@ -93,5 +93,5 @@ class BucketReduction:
         size = 0
         if len(bucket) > 1:  # a large gradient is reduced where it is
             size = sum(p.bytes for p in bucket)
-            self._ledger.take(key, size, "communication", place=bucket[0].name)
+            self._ledger.take(key, size, "communication", place=key[0])
         self._under_way.append((key, size))

@@ -111,7 +111,7 @@ class UnitMemory:
         self._ever_gathered.add(unit.number)
         for p in unit.parameters:
             if self.ranks == 1 and self._is_cast(p):
-                self._moment("cast of a shard", p, p.elements * p.compute_bytes)
+                self._moment("cast of a shard", unit, p.elements * p.compute_bytes)
             self._take(("gathered", p.name), self._padded(p) * p.compute_bytes, "gathered", unit)
         key = ("all-gather buffer", unit.number)
         if is_forward:
@@ -128,7 +128,7 @@ class UnitMemory:
         passing = list(self._from_host_and_cast(unit))
         self._take(key, shards * self.ranks, "communication", unit, _GATHERING)
         if self._setting.backend == "gloo":
-            self._moment_of(unit, "gloo's all-gather copy", shards * self.ranks)
+            self._moment("gloo's all-gather copy", unit, shards * self.ranks)
         for each in passing:
             self._ledger.give_back(each)
 
@@ -218,9 +218,9 @@ class UnitMemory:
         output = self._fresh("reduce-scatter output") if passes or is_cast else gradients
         self._take(output, size / self.ranks, "gradient", unit, _REDUCING)
         if self.ranks == 1:
-            self._moment_of(unit, "gradients divided", size)
+            self._moment("gradients divided", unit, size, stream=_REDUCING)
         elif self._setting.backend == "gloo":
-            self._moment_of(unit, "gloo's reduce-scatter copy", size)
+            self._moment("gloo's reduce-scatter copy", unit, size)
         if is_cast:
             cast = self._fresh("gradients as made") if passes else gradients
             self._take(cast, kept, "gradient", unit, _REDUCING)
@@ -249,14 +249,11 @@ class UnitMemory:
         return term, self._count
 
     def _take(self, key: Key, size: float, kind: Kind, unit: Unit, stream: int = _COMPUTING) -> Key:
-        self._ledger.take(key, size, kind, place=unit.name, stream=stream)
+        place = str(key[0]) if kind == "communication" else unit.name
+        self._ledger.take(key, size, kind, place=place, stream=stream)
         return key
 
-    def _moment_of(self, unit: Unit, term: str, size: float) -> None:
+    def _moment(self, term: str, unit: Unit, size: float, *, stream: int = _COMPUTING) -> None:
         """Take memory and give it back at once."""
-        self._ledger.give_back(self._take(self._fresh(term), size, "communication", unit))
-
-    def _moment(self, term: str, p: TracedParameter, size: float) -> None:
         key = self._fresh(term)
-        self._ledger.take(key, size, "communication", place=p.name)
-        self._ledger.give_back(key)
+        self._ledger.give_back(self._take(key, size, "communication", unit, stream))

@@ -88,9 +88,9 @@ class WholeOverlay(Overlay):
         size = sum(p.rows_of(ranks) * ranks * p.element_bytes for p in bucket)
         key = ("rows gathered together", self.step, number)
         if not is_large:
-            ledger.take(key, size, "communication", place=bucket[0].name)
+            ledger.take(key, size, "communication", place=key[0])
         if self.setting.backend == "gloo":
             copied = ("gloo's all-gather copy", self.step, number)
-            ledger.take(copied, size, "communication", place=bucket[0].name)
+            ledger.take(copied, size, "communication", place=copied[0])
             ledger.give_back(copied)
         ledger.give_back(key)
