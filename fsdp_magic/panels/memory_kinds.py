@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from fsdp_magic.core.planning.step_trace import Kind
 from fsdp_magic.panels.parts import GREY
 
+TINT = 0.33
+"""Opacity between the strokes of a hatch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryKind:
@@ -38,10 +41,12 @@ class MemoryKind:
         """Inline style of a box."""
         if not self.is_hatched:
             return f"background:{self.colour}"
-        # The last colour of the gradient is the tint between the strokes: the same as in SVG.
+        # JupyterLab takes repeating gradients out where it does not trust a notebook.
+        red, green, blue = (int(self.colour[at : at + 2], 16) for at in (1, 3, 5))
+        tint = f"rgba({red},{green},{blue},{TINT})"
         return (
-            f"background:repeating-linear-gradient(135deg,{self.colour} 0px,{self.colour} 2px,"
-            f"{self.colour}55 2px,{self.colour}55 5px)"
+            f"background:linear-gradient(135deg,{self.colour} 25%,{tint} 25%,{tint} 50%,"
+            f"{self.colour} 50%,{self.colour} 75%,{tint} 75%);background-size:6px 6px"
         )
 
 

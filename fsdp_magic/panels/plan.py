@@ -67,7 +67,12 @@ def text(view: PlanView) -> str:
     for each in view.rows:
         more = unit.text(each.sample_bytes) if each.largest.ideal else "-"
         sizes = [unit.text(each.peak_bytes), more]
-        cells = [shortened(each.name, 80), _largest_text(each.largest), *sizes, each.phase]
+        cells = [
+            shortened(each.name, 80),
+            _largest_text(each.largest),
+            *sizes,
+            shortened(each.phase, 40),
+        ]
         rows.append([*cells, *_rank_cells(each, view), f"[{_letters(each, full)}]"])
     kinds = _kinds(view)
     lines = [f"Memory plan  {_summary(view)}  {shortened(view.stamp, 20)}".rstrip()]
@@ -98,7 +103,7 @@ def _head_html(view: PlanView) -> str:
     unit = _unit(view)
     return (
         head_cell("strategy", style=FIRST)
-        + head_cell("largest<wbr> micro-<wbr>batch", right=True, style=_WRAPS)
+        + head_cell("largest micro-batch", right=True, style=_WRAPS)
         + head_cell(f"peak at micro-batch {view.bar_size}", style=_WRAPS)
         + head_cell(_pair(f"{unit.name}, + a sample", "fullest in"), right=True, style=_WRAPS)
         + "".join(head_cell(each, right=True) for each in _rank_head(view))
@@ -109,7 +114,7 @@ def _row_html(each: PlanRow, view: PlanView) -> str:
     unit = _unit(view)
     is_shown = view.shown is each and len(view.rows) > 1
     name = _wrapping(escape(shortened(each.name, 80)), each.name)
-    step, _, phase = each.phase.partition(": ")
+    step, _, phase = shortened(each.phase, 40).partition(": ")
     more = muted(f"+&nbsp;{unit.text(each.sample_bytes)}") if each.largest.ideal else ""
     return row(
         cell(f"<b>{name}</b>" if is_shown else name, style=FIRST + _WRAPS)
@@ -172,9 +177,10 @@ def _bar(each: PlanRow, view: PlanView) -> str:
             f'<span title="usable {bytes_text(view.usable_bytes)}" style="position:absolute;'
             f'left:{left:.2f}%;height:100%;border-left:2px solid {RED}"></span>'
         )
+    label = escape(f"{shortened(each.name, 80)}: {words} {unit.name}")
     return (
-        f'<div role="img" aria-label="{escape(f"{each.name}: {words} {unit.name}")}" '
-        f'style="display:flex;position:relative;height:{_BAR_HEIGHT}px;background:{TRACK};'
+        f'<div role="img" aria-label="{label}" style="display:flex;position:relative;'
+        f"height:{_BAR_HEIGHT}px;background:{TRACK};"
         f'border-radius:3px;overflow:hidden">{boxes}{limit}'
         f"{hidden(f'{words} {unit.name}')}</div>"
     )

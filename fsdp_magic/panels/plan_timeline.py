@@ -59,7 +59,7 @@ def html(view: PlanView) -> str:
     left = (
         f'<div style="flex:1 1 300px;min-width:0;display:flex">{_axis(top, unit)}'
         f'<div style="flex:1 1 0%;min-width:0"><div style="position:relative;height:{HEIGHT}px">'
-        f"{picture}{_limit_label(view, top)}{_peak_label(timeline, top)}</div>"
+        f"{picture}{_limit_label(view, top)}{_peak_label(timeline)}</div>"
         f"{_row(_phases(timeline))}{_row(_steps(timeline), is_muted=True)}</div></div>"
     )
     right = f'<div style="flex:0 0 210px;height:{HEIGHT}px">{_column(view, top, unit)}</div>'
@@ -131,15 +131,13 @@ def _limit_label(view: PlanView, top: float) -> str:
     return f'<span style="position:absolute;left:4px;{place};line-height:15px">{words} </span>'
 
 
-def _peak_label(timeline: Timeline, top: float) -> str:
+def _peak_label(timeline: Timeline) -> str:
+    """Return the word at the top of the line through the peak."""
     left = left_of(timeline.points[timeline.peak].entry, timeline)
-    side = f"left:{left:.2f}%;margin-left:4px" if left < 70 else f"right:{100 - left:.2f}%"
-    gap = "" if left < 70 else ";margin-right:4px"
-    above = max(0.0, 100 * (1 - timeline.peak_bytes / top))
-    return (
-        f'<span style="position:absolute;{side}{gap};top:{above:.2f}%;margin-top:-16px;'
-        f'line-height:15px"><b>peak </b></span>'
-    )
+    side = f"left:{left:.2f}%;margin-left:4px"
+    if left > 80:
+        side = f"right:{100 - left:.2f}%;margin-right:4px"
+    return f'<span style="position:absolute;{side};top:1px;line-height:15px"><b>peak </b></span>'
 
 
 # ---------------------------------------------------------------- axes
@@ -231,7 +229,7 @@ def _column(view: PlanView, top: float, unit: MemoryUnit) -> str:
         for (kind, size), place in zip(parts, _apart(middles), strict=True)
     )
     caption = (
-        f'<span style="position:absolute;left:0px;top:{HEIGHT * (1 - total / top) - 17:.1f}px;'
+        f'<span style="position:absolute;left:0px;top:{HEIGHT * (1 - total / top) - 20:.1f}px;'
         f'line-height:15px;white-space:nowrap"><b>at the peak {unit.text(total)} </b></span>'
     )
     return f'<div style="position:relative;height:{HEIGHT}px">{boxes}{caption}{labels}</div>'

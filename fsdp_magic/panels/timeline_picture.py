@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_magic.core.planning.timeline import KINDS, Point, Timeline
-from fsdp_magic.panels.memory_kinds import MEMORY_KINDS, MemoryKind, drawn
+from fsdp_magic.panels.memory_kinds import MEMORY_KINDS, TINT, MemoryKind, drawn
 from fsdp_magic.panels.parts import GREY, RED
 
 WIDTH, HEIGHT = 600, 220
@@ -104,7 +104,7 @@ def _pattern(kind: MemoryKind) -> str:
     return (
         f'<pattern id="{kind.letter}" width="{size}" height="{size}" '
         f'patternUnits="userSpaceOnUse"><path d="M0 0h{size}v{size}h-{size}z" fill="{kind.colour}" '
-        f'fill-opacity=".33"/><path d="M0 {size}L{size} 0" stroke="{kind.colour}" '
+        f'fill-opacity="{TINT}"/><path d="M0 {size}L{size} 0" stroke="{kind.colour}" '
         f'stroke-width="{_FINE * 2}" stroke-linecap="square"/></pattern>'
     )
 

@@ -291,7 +291,11 @@ def _plain(text: str) -> str:
 
 def _short(card: Card) -> tuple[str, ...]:
     """Return the names that mean a card beside its own: without ``RTX``, without the only size."""
-    name = _plain(card.name)
-    bare = re.sub(r"\d+gb$", "", name)
-    only = sum(re.sub(r"\d+gb$", "", _plain(each.name)) == bare for each in CARDS) == 1
-    return (name.removeprefix("rtx"), *((bare,) if only else ()))
+    same = [each for each in CARDS if _unsized(each) == _unsized(card)]
+    bare = (_plain(_unsized(card)),) if len(same) == 1 else ()
+    return (_plain(card.name).removeprefix("rtx"), *bare)
+
+
+def _unsized(card: Card) -> str:
+    """Return a card's name without its memory."""
+    return re.sub(r"-\d+GB$", "", card.name)

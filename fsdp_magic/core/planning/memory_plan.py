@@ -17,6 +17,7 @@ from fsdp_magic.core.planning.peak_parts import PeakPart, by_kind, parts_of
 from fsdp_magic.core.planning.roofline import Pace, pace_of
 from fsdp_magic.core.planning.step_trace import Kind, StepTrace
 from fsdp_magic.core.planning.strategies import ledger_of, overlay_of
+from fsdp_magic.core.planning.terms import Terms, terms_of
 from fsdp_magic.core.planning.timeline import Timeline, phase_at, timeline_of
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.wording import quoted
@@ -173,6 +174,18 @@ class MemoryPlan:
     def parts(self, strategy: str, micro_batch_size: int | None = None) -> tuple[PeakPart, ...]:
         """Return what the peak is made of, by kind and place, the largest first."""
         return self[strategy].parts(micro_batch_size or self.shown_size(strategy))
+
+    def terms(self, strategy: str | None = None, micro_batch_size: int | None = None) -> Terms:
+        """Return every term of a strategy's figure with its source; the recommended one's."""
+        plan = self[strategy or self.recommended]
+        size = micro_batch_size or self.shown_size(plan.name)
+        return terms_of(
+            plan.ledger,
+            plan.parts(size),
+            self.device,
+            micro_batch_size=size,
+            phase=plan.peak_phase(size),
+        )
 
     def paces(self) -> dict[str, Pace]:
         """Return how fast the roofline has each strategy that fits, where it is known."""

@@ -53,8 +53,10 @@ class PeakCurve:
         """Return the largest micro-batch size whose peak fits; 0: not even one sample does."""
         if self.at(1) > capacity_bytes:
             return 0
+        if self.at(MOST_SAMPLES) <= capacity_bytes:
+            return MOST_SAMPLES
         fits, too_large = 1, 2
-        while too_large < MOST_SAMPLES and self.at(too_large) <= capacity_bytes:
+        while self.at(too_large) <= capacity_bytes:
             fits, too_large = too_large, 2 * too_large
         while too_large - fits > 1:
             middle = (fits + too_large) // 2

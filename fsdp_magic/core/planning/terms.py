@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fsdp_magic.core.planning.allocator import reserved_peak
 from fsdp_magic.core.planning.device import Device
-from fsdp_magic.core.planning.memory_plan import StrategyPlan
+from fsdp_magic.core.planning.ledger import Ledger
+from fsdp_magic.core.planning.peak_parts import PeakPart
 from fsdp_magic.core.planning.step_trace import Kind
+from fsdp_magic.core.units import GIB
+
+USABLE, PEAK = "usable by tensors", "peak, allocated"
 
 _FSDP = "torch/distributed/fsdp/_fully_shard"
 SOURCES: Mapping[Kind, str] = {
@@ -45,29 +49,49 @@ class Term(NamedTuple):
     source: str
 
 
-def terms_of(plan: StrategyPlan, device: Device, micro_batch_size: int) -> tuple[Term, ...]:
+class Terms(tuple[Term, ...]):
+    """Every term of a figure; shown as a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        wide = max(len(term.name) for term in self)
+        return "\n".join(
+            f"{term.name:{wide}}  {term.bytes / GIB:>9.3f} GiB  {term.source}" for term in self
+        )
+
+
+def terms_of(
+    ledger: Ledger, parts: Sequence[PeakPart], device: Device, *, micro_batch_size: int, phase: str
+) -> Terms:
     """Return every term of a peak and of what it has to fit in.
 
     First what is usable, then what the peak is made of, then what the allocator adds.
+
+    Args:
+        ledger: what a rank takes and gives back.
+        parts: what the peak is made of.
+        device: what it has to fit in.
+        micro_batch_size: samples of a rank's forward.
+        phase: in which the peak is.
     """
-    peak = plan.peak_bytes(micro_batch_size)
     held = [
         Term(f"{_NAMES[kind]}{f', {place}' if place else ''}", size, SOURCES[kind])
-        for kind, place, size in plan.parts(micro_batch_size)
+        for kind, place, size in parts
     ]
-    total = Term(
-        "peak, allocated",
-        peak,
-        f"the sum, in {plan.peak_phase(micro_batch_size)}; one trace at two batch sizes gives it "
-        "for every size",
+    peak = Term(
+        PEAK,
+        sum(part.bytes for part in parts),
+        f"the sum, in {phase}; one trace at two batch sizes gives it for every size",
     )
-    return (*_device_terms(device), *held, total, *_reserved(plan, device, micro_batch_size))
+    beyond = _reserved(ledger, device, micro_batch_size, peak.bytes)
+    return Terms((*_device_terms(device), *held, peak, *beyond))
 
 
 def _device_terms(device: Device) -> tuple[Term, ...]:
-    capacity = f"{device.card.memory_source}" if device.card else "as given"
+    capacity = device.card.memory_source if device.card else "as given"
     if device.kind == "cpu":
-        return (Term("usable", device.usable_bytes, "the limit of a CPU engine"),)
+        return (Term(USABLE, device.usable_bytes, "the limit of a CPU engine"),)
     return (
         Term("capacity", device.capacity_bytes, capacity),
         Term(
@@ -80,22 +104,23 @@ def _device_terms(device: Device) -> tuple[Term, ...]:
             "NCCL's channels",
             -device.communication_bytes,
             "--nccl-memory; its default is 24 channels of 12 MiB, of github.com/NVIDIA/nccl "
-            "issue 1685",
+            "issue 1685; one rank needs none",
         ),
-        Term("usable by torch's allocator", device.usable_bytes, "what is left"),
+        Term(USABLE, device.usable_bytes, "what is left"),
     )
 
 
-def _reserved(plan: StrategyPlan, device: Device, micro_batch_size: int) -> tuple[Term, ...]:
+def _reserved(
+    ledger: Ledger, device: Device, micro_batch_size: int, peak_bytes: int
+) -> tuple[Term, ...]:
     """Return what the caching allocator reserves beyond the peak, where it fits at all."""
     if device.kind == "cpu":
         return ()
-    reserved = reserved_peak(plan.ledger, micro_batch_size, device.usable_bytes)
+    reserved = reserved_peak(ledger, micro_batch_size, device.usable_bytes)
     if reserved is None:
         return ()
-    lost = reserved - plan.peak_bytes(micro_batch_size)
     source = (
         "rounding, fragmentation, and what is kept until something needs it: replayed through a "
         "model of c10's CUDACachingAllocator"
     )
-    return (Term("reserved beyond it", lost, source),)
+    return (Term("reserved beyond it", reserved - peak_bytes, source),)
