@@ -26,7 +26,12 @@ Kind = Literal[
 ]
 """What memory is of. ``temporary``: what backward or an optimizer needs for a moment;
 ``gathered``: whole parameters of a unit in use; ``communication``: what collectives read, write
-and copy."""
+and copy.
+
+In a traced micro-step ``gathered`` and ``gradient`` are what there is in low precision where
+parameters are whole: copies of parameters that are cast while a unit computes, and gradients cast
+back to the dtype of their parameter; ``place`` is its name. Strategies that gather low-precision
+parameters have neither, and leave both out."""
 
 Mark = Literal[
     "forward",
@@ -35,11 +40,15 @@ Mark = Literal[
     "recompute_end",
     "backward",
     "module_backward",
+    "inputs_backward",
     "gradient",
     "micro_step_end",
 ]
 """What a step passes: a module's forward (or its being computed again) begins and ends, backward
-begins, the gradient of a module's output is there, the gradient of a parameter is complete."""
+begins, the gradient of a module's output is there, those of its inputs are (told of modules that
+are gathered), the gradient of a parameter is complete. The
+trace frees that gradient just before its mark, which hands its bytes over to the overlay; where one
+is there already, both are for a moment."""
 
 
 class Size(NamedTuple):
@@ -110,11 +119,25 @@ class TracedParameter:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
-    def local_elements(self, ranks: int) -> int:
-        """Elements of the largest shard over some ranks: dim 0 is cut as ``torch.chunk`` does."""
-        if not self.shape or self.whole:
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole parameter as it is kept."""
+        return self.elements * self.element_bytes
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it can be cut."""
+        return bool(self.shape) and self.elements > 0
+
+    def rows_of(self, ranks: int) -> int:
+        """Elements of the first rank's rows, which no rank has more of."""
+        if not self.has_rows:
             return self.elements
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+
+    def local_elements(self, ranks: int) -> int:
+        """Elements of the largest shard over some ranks: dim 0 is cut as ``torch.chunk`` does."""
+        return self.elements if self.whole else self.rows_of(ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +199,8 @@ class StepTrace:
             gathered together, inner ones first; the rest is the root's.
         precision: it was traced in.
         activation_checkpointing: of what activations are computed again; empty: of nothing.
+        standing: what is there before the first step and stays, whole on every rank: buffers, and
+            what the first forwards of a model keep for later ones; negative numbers.
         flops: of forward and backward, in floating point operations.
         moved: bytes that operators read and write.
     """
@@ -187,5 +212,6 @@ class StepTrace:
     units: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     precision: str = "fp32"
     activation_checkpointing: str = ""
+    standing: tuple[Allocated, ...] = ()
     flops: Size = field(default_factory=Size)
     moved: Size = field(default_factory=Size)
