@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,15 +24,20 @@ def token_count(batch: Any) -> int | None:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a batch with every tensor in it on a device; its structure is kept."""
+    return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a batch with every tensor in it changed; its structure is kept."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return function(value)
     if isinstance(value, Mapping):
-        moved = {key: to_device(item, device) for key, item in value.items()}
-        return moved if type(value) is dict else _rebuilt(value, moved)
+        made = {key: mapped(item, function) for key, item in value.items()}
+        return made if type(value) is dict else _rebuilt(value, made)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
+        return type(value)(*(mapped(item, function) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(mapped(item, function) for item in value)
     return value
 
 
