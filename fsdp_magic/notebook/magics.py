@@ -10,7 +10,6 @@ from typing import Any, cast
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from fsdp_magic.core.errors import UsageError
-from fsdp_magic.core.planning.memory_plan import MemoryPlan
 from fsdp_magic.core.specs import (
     MAGICS,
     CompareSpec,
@@ -100,7 +99,7 @@ class FsdpMagics(Magics):
         return session.compare_from(spec)
 
     @line_cell_magic
-    def fsdp_plan(self, line: str, cell: str | None = None) -> MemoryPlan | None:
+    def fsdp_plan(self, line: str, cell: str | None = None) -> planning.Plan | None:
         """Predict peak memory and the largest batch for hardware that is not here."""
         if cell is None:
             session = self._session()

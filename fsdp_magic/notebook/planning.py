@@ -5,14 +5,13 @@ Nothing here needs IPython or engines.
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from fsdp_magic.core.errors import CellFailedError, FsdpError, OutOfMemoryOnRankError, UsageError
-from fsdp_magic.core.planning.device import Device
+from fsdp_magic.core.planning.device import Device, gpu
 from fsdp_magic.core.planning.memory_plan import MemoryPlan, StrategyPlan
 from fsdp_magic.core.planning.overlay import Setting
 from fsdp_magic.core.planning.requests import (
@@ -21,23 +20,55 @@ from fsdp_magic.core.planning.requests import (
     TraceRequest,
     TraceVariant,
 )
+from fsdp_magic.core.planning.step_trace import StepTrace
 from fsdp_magic.core.reply import Failure
 from fsdp_magic.core.specs import ModelSpec, PlanSpec
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.specs.plan import GPU_MEMORY, RANKS_ON_HOST
-from fsdp_magic.core.units import bytes_text, parse_bytes
+from fsdp_magic.core.units import count_text
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.options import spec_of
 from fsdp_magic.notebook.screen import Nowhere, Page
 from fsdp_magic.notebook.tracer import traced
+from fsdp_magic.panels import plan as panel
+from fsdp_magic.panels import plan_terms
 from fsdp_magic.panels.parts import plain
+from fsdp_magic.panels.plan_view import view_of
 
 _NAMES = itertools.count(1)
 
 
+class Plan(MemoryPlan):
+    """A plan that can be shown."""
+
+    def frame(self, strategy: str | None = None) -> tuple[str, str]:
+        """Return it as HTML and as text; see ``show``."""
+        view = view_of(self, strategy=strategy, stamp=display.stamp())
+        return panel.html(view), panel.text(view)
+
+    def show(self, strategy: str | None = None) -> None:
+        """Show the table, and memory over two steps.
+
+        Args:
+            strategy: whose memory over time; None: the recommended one's.
+        """
+        display.show(*self.frame(strategy))
+        display.mark_shown(self)
+
+    def show_terms(self, strategy: str | None = None, micro_batch_size: int | None = None) -> None:
+        """Show every term of a strategy's figure, with its source."""
+        what = (self, strategy or self.recommended, micro_batch_size)
+        display.show(plan_terms.html(*what), plan_terms.text(*what))
+
+    def _ipython_display_(self) -> None:
+        """Show it where a cell ends in it, unless the cell has just shown it."""
+        if not display.is_shown(self):
+            self.show()
+
+
 @takes_options(PlanSpec, without=("output",))
-def plan(code: str, *, show: bool = True, name: str = "", **options: Any) -> MemoryPlan:
+def plan(code: str, *, show: bool = True, name: str = "", **options: Any) -> Plan:
     """Predict peak memory and the largest batch for hardware that is not here.
 
     The code runs without weights, without a GPU and without engines, in a process of its own.
@@ -60,10 +91,10 @@ def plan(code: str, *, show: bool = True, name: str = "", **options: Any) -> Mem
     return plan_from(spec_of(options, PlanSpec, call="fsdp_magic.plan"), code, show=show, name=name)
 
 
-def plan_from(spec: PlanSpec, code: str, *, show: bool = True, name: str = "") -> MemoryPlan:
+def plan_from(spec: PlanSpec, code: str, *, show: bool = True, name: str = "") -> Plan:
     """Plan a cell as a spec says; see ``plan``."""
-    device = device_for(spec)
     world_size = spec.world_size or 2
+    device = device_for(spec, world_size=world_size)
     variants = spec.variants(world_size=world_size, ranks_on_host=min(world_size, RANKS_ON_HOST))
     specs = specs_of(spec, variants)
     request = TraceRequest(
@@ -79,11 +110,11 @@ def plan_from(spec: PlanSpec, code: str, *, show: bool = True, name: str = "") -
     screen.flush()
     if isinstance(answer, TraceFailed):
         raise failure_of(answer.failure)
-    made = memory_plan(
-        answer, specs, device=device, world_size=world_size, accumulate=spec.accumulate or 1
+    made = plan_of(
+        answer, specs, device, world_size=world_size, accumulate=spec.accumulate or 1, spec=spec
     )
     if show:
-        show_plan(made, answer, spec)
+        made.show()
     return made
 
 
@@ -134,14 +165,15 @@ def without_repeats(specs: Mapping[str, ModelSpec], *, is_cpu: bool) -> dict[str
     return {name: specs[name] for name in kept.values()}
 
 
-def memory_plan(
+def plan_of(
     report: TraceReport,
     specs: Mapping[str, ModelSpec],
-    *,
     device: Device,
+    *,
     world_size: int,
     accumulate: int,
-) -> MemoryPlan:
+    spec: PlanSpec,
+) -> Plan:
     """Return the plan of what was traced.
 
     Args:
@@ -150,25 +182,39 @@ def memory_plan(
         device: of a rank.
         world_size: ranks.
         accumulate: micro-steps of a step.
+        spec: what was asked for.
     """
     strategies = {
         name: StrategyPlan(
             name=name,
-            trace=report.traces[traced_as(spec)],
+            trace=report.traces[traced_as(each)],
             setting=Setting(
-                strategy=spec.strategy,
+                strategy=each.strategy,
                 world_size=world_size,
-                shard_size=spec.shard_size,
-                wrap=spec.wrap,
-                cpu_offload=spec.cpu_offload,
+                shard_size=each.shard_size,
+                wrap=each.wrap,
+                cpu_offload=each.cpu_offload,
                 accumulate=accumulate,
-                accumulate_sync=spec.accumulate_sync,
+                accumulate_sync=each.accumulate_sync,
                 backend="nccl" if device.kind == "cuda" else "gloo",
             ),
         )
-        for name, spec in specs.items()
+        for name, each in specs.items()
     }
-    return MemoryPlan(device=device, world_size=world_size, strategies=strategies)
+    return Plan(
+        device=device,
+        world_size=world_size,
+        strategies=strategies,
+        micro_batch_size=spec.micro_batch_size,
+        model=_described(next(iter(report.traces.values()))),
+        notes=report.notes,
+    )
+
+
+def _described(trace: StepTrace) -> str:
+    """Return what is planned, in words: ``GPT2LMHeadModel, 1.6G parameters``."""
+    elements = sum(parameter.elements for parameter in trace.parameters.values())
+    return f"{trace.modules[''].class_name}, {count_text(elements)} parameters"
 
 
 def failure_of(failure: Failure) -> FsdpError:
@@ -187,33 +233,20 @@ def failure_of(failure: Failure) -> FsdpError:
     return CellFailedError(text, exceptions={0: failure})
 
 
-def device_for(spec: PlanSpec) -> Device:
+def device_for(spec: PlanSpec, *, world_size: int, size: str = GPU_MEMORY) -> Device:
     """Return the GPU that is planned for.
+
+    Args:
+        spec: what was asked for.
+        world_size: ranks.
+        size: of a GPU that nobody gave one of.
 
     Raises:
         UsageError: if it is neither a size nor a known card.
     """
-    text = spec.gpu_memory or GPU_MEMORY
-    return Device(name=text, capacity_bytes=parse_bytes(text, what="--gpu-memory"))
-
-
-def cpu_device(capacity_bytes: int) -> Device:
-    """Return what a CPU engine may allocate, as a device."""
-    return Device(
-        name="CPU engine",
-        kind="cpu",
-        capacity_bytes=capacity_bytes,
-        context_bytes=0,
-        communication_bytes=0,
+    return gpu(
+        spec.gpu_memory or size,
+        world_size=world_size,
+        context_bytes=spec.context_bytes,
+        communication_bytes=spec.nccl_bytes,
     )
-
-
-def show_plan(made: MemoryPlan, report: TraceReport, spec: PlanSpec) -> tuple[str, str]:
-    """Show a plan, and return it as HTML and as text."""
-    b = spec.micro_batch_size or 1
-    rows = [f"{'strategy':40} peak at {b}"]
-    rows += [f"{name:40} {bytes_text(made.peak_bytes(name, b)):>9}" for name in made.strategies]
-    text = "\n".join((*rows, *report.notes))
-    frame = f"<pre>{html.escape(text)}</pre>", text
-    display.show(*frame)
-    return frame

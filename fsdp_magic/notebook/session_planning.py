@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_magic.core.errors import UsageError
-from fsdp_magic.core.planning.device import Device
-from fsdp_magic.core.planning.memory_plan import MemoryPlan
+from fsdp_magic.core.planning.device import Device, cpu_engine
 from fsdp_magic.core.planning.requests import BuiltReport, BuiltRequest, PlanRequest, TraceFailed
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.specs import PlanSpec
-from fsdp_magic.core.specs.plan import RANKS_ON_HOST
+from fsdp_magic.core.specs.plan import GPU_MEMORY, RANKS_ON_HOST
 from fsdp_magic.core.units import GIB
 from fsdp_magic.notebook import planning
 from fsdp_magic.notebook.help import takes_options
@@ -25,7 +24,7 @@ class Planning(Inspection):
     """What a session can predict."""
 
     @takes_options(PlanSpec, without=("output",))
-    def plan(self, *, show: bool = True, **options: Any) -> MemoryPlan:
+    def plan(self, *, show: bool = True, **options: Any) -> planning.Plan:
         """Predict peak memory and the largest batch of the session's own training.
 
         Its model, data and last training cell are traced in a copy of rank 0's process; the engines
@@ -46,13 +45,13 @@ class Planning(Inspection):
         spec = spec_of(options, PlanSpec, call="session.plan", numbers=self.number)
         return self.plan_from(spec, show=show)
 
-    def plan_from(self, spec: PlanSpec, *, show: bool = True) -> MemoryPlan:
+    def plan_from(self, spec: PlanSpec, *, show: bool = True) -> planning.Plan:
         """Plan the session's own training as a spec says; see ``plan``."""
         training = self._plannable()
         built = self._built()
         (base,) = built.specs.values()
-        device = self._device_for(spec, built)
         world_size = spec.world_size or self.world_size
+        device = self._device_for(spec, built, world_size=world_size)
         own_hosts = world_size == self.world_size
         variants = spec.variants(
             world_size=world_size,
@@ -75,11 +74,11 @@ class Planning(Inspection):
         if isinstance(answer, TraceFailed):
             raise planning.failure_of(answer.failure)
         accumulate = spec.accumulate or self.runs[-1].accumulate or 1
-        made = planning.memory_plan(
-            answer, specs, device=device, world_size=world_size, accumulate=accumulate
+        made = planning.plan_of(
+            answer, specs, device, world_size=world_size, accumulate=accumulate, spec=spec
         )
         if show:
-            self._history.last_frame = planning.show_plan(made, answer, spec)
+            made.show()
         return made
 
     def _plannable(self) -> TrainRequest:
@@ -115,11 +114,10 @@ class Planning(Inspection):
             )
         return report
 
-    def _device_for(self, spec: PlanSpec, built: BuiltReport) -> Device:
+    def _device_for(self, spec: PlanSpec, built: BuiltReport, *, world_size: int) -> Device:
         """Return what is planned for: what was asked for, or the devices that are there."""
         capacity = built.capacity_bytes
-        if spec.gpu_memory is not None or capacity is None:
-            return planning.device_for(spec)
-        if self.world_plan.device == "cpu":
-            return planning.cpu_device(capacity)
-        return planning.device_for(replace(spec, gpu_memory=f"{capacity / GIB:.2f}GiB"))
+        if spec.gpu_memory is None and capacity is not None and self.world_plan.device == "cpu":
+            return cpu_engine(capacity)
+        size = GPU_MEMORY if capacity is None else f"{capacity / GIB:.2f}GiB"
+        return planning.device_for(spec, world_size=world_size, size=size)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import option
+from fsdp_magic.core.planning.cards import CARDS
 from fsdp_magic.core.specs.checks import at_least, bound_name, choice, names
 from fsdp_magic.core.specs.compare import ADDED, EVERY, Variant, ranks_of_a_copy
 from fsdp_magic.core.specs.strategy import PRECISION_HABITS, AccumulateSync, Precision
@@ -39,6 +40,7 @@ class PlanSpec:
         "--gpu-memory",
         default=None,
         takes="SIZE|CARD",
+        offers=tuple(card.name for card in CARDS if " " not in card.name),
         habits=("--gpu", "--card", "--memory", "--vram", "--device-memory"),
         help="memory of each GPU, as a size or by the card's name: 24GiB, A100-80GB; default "
         f"{GPU_MEMORY}, or the session's own devices",
