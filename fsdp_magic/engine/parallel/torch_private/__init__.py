@@ -10,8 +10,10 @@ from fsdp_magic.engine.parallel.torch_private.backward import (
     _reset_iteration_state,
     at_end_of_backward,
     backward_number,
+    call_after_backward,
     count_missing_as_zero,
     forget_iteration,
+    is_in_backward,
     reduce_what_came_late,
 )
 from fsdp_magic.engine.parallel.torch_private.composable import (
@@ -59,6 +61,7 @@ __all__ = [
     "all_gather_single",
     "at_end_of_backward",
     "backward_number",
+    "call_after_backward",
     "cast_floating",
     "clear_gradients",
     "count_missing_as_zero",
@@ -70,6 +73,7 @@ __all__ = [
     "gathered_again_in_backward",
     "gathered_around",
     "held_gathered",
+    "is_in_backward",
     "keep_writes",
     "make_state",
     "makes_state",
