@@ -1,4 +1,4 @@
-"""The largest batches of a published study, beside what the planner says of the same programs.
+r"""The largest batches of a published study, beside what the planner says of the same programs.
 
 The study: Accelerate Large Model Training using PyTorch Fully Sharded Data Parallel (2022-04-29),
 https://huggingface.co/blog/pytorch-fsdp: GPT-2 Large and XL on two 24 GB Titan RTX. Its programs
@@ -6,7 +6,7 @@ are of their time, so the model and the ways of spreading it are written down as
 (``published/``); tracing, ledger and allocator are the planner's own. Nothing is fitted: every
 term has a value and a source, printed below the table.
 
-    python benchmarks/published_table.py > benchmarks/results/published_table.json \\
+    python benchmarks/published_table.py > benchmarks/results/published_table.json \
         2> benchmarks/results/published_table.txt
 """
 
@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from fsdp_magic.engine.planning.passes import Program
 from published.flat_parameters import FlatParameterOverlay
 from published.gpt2 import LARGE, VOCABULARY, XL, LanguageModel, Outputs, Size
 from published.replicas import BUCKET, FIRST_BUCKET, ReplicaOverlay
@@ -27,6 +28,7 @@ from side_by_side import machine, say
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_magic.core.planning.allocator import largest_that_fits, reserved_peak
+from fsdp_magic.core.planning.device import COMMUNICATION_BYTES
 from fsdp_magic.core.planning.ledger import Ledger
 from fsdp_magic.core.planning.overlay import Setting, replay
 from fsdp_magic.core.planning.step_trace import (
@@ -37,7 +39,6 @@ from fsdp_magic.core.planning.step_trace import (
     StepTrace,
 )
 from fsdp_magic.core.units import GIB
-from fsdp_magic.engine.planning.passes import Program
 from fsdp_magic.engine.planning.tracing import trace_step
 
 SEQUENCE = 128
@@ -51,6 +52,12 @@ TERMS = (
         "usable by torch's allocator",
         f"{USABLE / GIB:.2f} GiB of {CAPACITY_GIB}",
         f"{STUDY}: its own error message, {RESERVED_GIB} GiB reserved and 20.31 MiB free",
+    ),
+    (
+        "NCCL, in the column of that name",
+        f"{COMMUNICATION_BYTES >> 20} MiB on two GPUs",
+        "the planner's own default, core/planning/device.py; the study prints the same message for "
+        "one GPU and for two, so whether it has NCCL in it is open",
     ),
     ("parameters, gradients", "4 bytes an element each", "float32, no mixed precision under FSDP"),
     (
@@ -93,7 +100,7 @@ TERMS = (
         "as core/planning/allocator.py says, not expandable",
         "c10/cuda/CUDACachingAllocator.cpp; expandable segments are of 2023",
     ),
-    ("left out", "0", "cuBLAS workspaces, NCCL's buffers beyond what the error message shows"),
+    ("left out", "0", "cuBLAS workspaces, about 8 MiB; memory that waits for another stream"),
 )
 
 
@@ -244,6 +251,8 @@ def predicted(row: Row) -> dict[str, Any]:
     while ideal < MOST_TRIED and ledger.peak(ideal + 1) <= USABLE:
         ideal += 1
     safe = largest_that_fits(ledger, USABLE, ideal, expandable=False)
+    less = USABLE - COMMUNICATION_BYTES * (row.ranks > 1)
+    with_nccl = largest_that_fits(ledger, less, ideal, expandable=False)
     shown = max(safe, 1)
     reserved = reserved_peak(ledger, shown, USABLE, expandable=False)
     return {
@@ -253,7 +262,9 @@ def predicted(row: Row) -> dict[str, Any]:
         "published": row.published,
         "safe": safe,
         "ideal": ideal,
+        "with_nccl": with_nccl,
         "off_by": safe - row.published,
+        "off_by_with_nccl": with_nccl - row.published,
         "batch_shown": shown,
         "peak_gib": round(ledger.peak(shown) / GIB, 2),
         "reserved_gib": round(reserved / GIB, 2) if reserved is not None else None,
@@ -265,13 +276,17 @@ def predicted(row: Row) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the table as text; ``OOM``: not even one sample."""
-    lines = [f"{'model':12}{'method':22}{'GPUs':>5}{'published':>11}{'planned':>9}{'interval':>10}"]
+    lines = [
+        f"{'model':12}{'method':22}{'GPUs':>5}{'published':>11}{'planned':>9}{'interval':>10}"
+        f"{'with NCCL':>11}"
+    ]
     for r in rows:
-        shown = [str(n) if n else "OOM" for n in (r["published"], r["safe"])]
+        shown = [str(r[key]) if r[key] else "OOM" for key in ("published", "safe", "with_nccl")]
         interval = f"{r['safe']}-{r['ideal']}"
         lines.append(
             f"{r['model']:12}{r['method']:22}{r['gpus']:>5}{shown[0]:>11}{shown[1]:>9}"
-            f"{interval:>10}   at {r['batch_shown']}: {r['peak_gib']} GiB in {r['phase']}, "
+            f"{interval:>10}{shown[2]:>11}   at {r['batch_shown']}: {r['peak_gib']} GiB, reserved "
+            f"{r['reserved_gib'] or 'more than there is'}, in {r['phase']}: "
             + ", ".join(f"{kind} {size}" for kind, size in r["parts_gib"].items())
         )
     return "\n".join(lines)
@@ -280,7 +295,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Print the table with its terms, then all as one JSON object."""
     rows = [predicted(row) for row in ROWS]
-    further = sum(abs(r["off_by"]) > 1 for r in rows)
+    further = {key: sum(abs(r[key]) > 1 for r in rows) for key in ("off_by", "off_by_with_nccl")}
     say(table(rows))
     say("\nTerms:")
     for name, value, source in TERMS:
@@ -292,9 +307,9 @@ def main() -> int:
         "vocabulary": VOCABULARY,
         "terms": [{"name": n, "value": v, "source": s} for n, v, s in TERMS],
         "rows": rows,
-        "exact": sum(r["off_by"] == 0 for r in rows),
+        "exact": {key: sum(r[key] == 0 for r in rows) for key in further},
         "further_than_one": further,
-        "passes": further <= 1,
+        "passes": further["off_by"] <= 1,
     }
     print(json.dumps(result))
     return 0 if result["passes"] else 1

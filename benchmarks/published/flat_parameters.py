@@ -9,7 +9,7 @@ torch 1.12; the functions named below are theirs. What differs from FSDP2:
   reduced (``_post_backward_hook``).
 - Nothing is gathered ahead, as accelerate asked for no prefetch, and the root is freed like any
   other unit (``forward``).
-- Gradients are zeroed, not freed, so they are there in the next step (``_prep_grads_for_backward``).
+- Gradients are zeroed, not freed, so the next step has them (``_prep_grads_for_backward``).
 - With offloading, gradient shards stay on the device until backward ends
   (``_wait_for_post_backward``).
 - A unit's whole parameter is made and emptied once, before its first forward, on the stream that
@@ -130,7 +130,7 @@ class FlatParameterOverlay(Overlay):
             size = self.shard_elements(number) * 4
             self.ledger.take(("parameter", number), size, "parameter", place=unit.module)
 
-    def passes(self, reached: Reached, *, is_last: bool) -> None:  # noqa: ARG002
+    def passes(self, reached: Reached, *, is_last: bool) -> None:
         """Gather, free and reduce."""
         number = self._of_module.get(reached.name)
         match reached.mark:

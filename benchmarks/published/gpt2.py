@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 VOCABULARY, POSITIONS = 50257, 1024
 DROPOUT = 0.1
@@ -86,10 +86,10 @@ class Attention(nn.Module):
         causal = self.causal[:, :, :length, :length].bool()
         weights = torch.where(causal, weights, torch.tensor(MASKED, dtype=weights.dtype))
         weights = weights + padding
-        weights = F.softmax(weights, dim=-1).type(value.dtype)
-        weights = F.dropout(weights, DROPOUT, self.training)
+        weights = functional.softmax(weights, dim=-1).type(value.dtype)
+        weights = functional.dropout(weights, DROPOUT, self.training)
         mixed = torch.matmul(weights, value).permute(0, 2, 1, 3).contiguous().view(x.shape)
-        return F.dropout(self.c_proj(mixed), DROPOUT, self.training), (key, value)
+        return functional.dropout(self.c_proj(mixed), DROPOUT, self.training), (key, value)
 
 
 class FeedForward(nn.Module):
@@ -105,7 +105,7 @@ class FeedForward(nn.Module):
         x = self.c_fc(x)
         inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
         x = 0.5 * x * (1.0 + torch.tanh(inner))
-        return F.dropout(self.c_proj(x), DROPOUT, self.training)
+        return functional.dropout(self.c_proj(x), DROPOUT, self.training)
 
 
 class Block(nn.Module):
@@ -141,7 +141,7 @@ class Transformer(nn.Module):
         """Return the last hidden state, and keys and values of all layers."""
         positions = torch.arange(ids.shape[-1], dtype=torch.long)
         x = self.wte(ids) + self.wpe(positions.unsqueeze(0))
-        x = F.dropout(x, DROPOUT, self.training)
+        x = functional.dropout(x, DROPOUT, self.training)
         padding = (1.0 - mask[:, None, None, :].to(self.wpe.weight.dtype)) * MASKED
         kept = []
         for block in self.h:
@@ -171,5 +171,5 @@ class LanguageModel(nn.Module):
         logits = self.lm_head(x)
         shifted = logits[..., :-1, :].contiguous()
         wanted = labels[..., 1:].contiguous()
-        loss = F.cross_entropy(shifted.view(-1, VOCABULARY), wanted.view(-1))
+        loss = functional.cross_entropy(shifted.view(-1, VOCABULARY), wanted.view(-1))
         return Outputs(loss, logits, kept)

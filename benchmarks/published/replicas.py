@@ -60,7 +60,7 @@ class ReplicaOverlay(Overlay):
         for number, size in enumerate(_pieces(sizes, FIRST_BUCKET, BUCKET)):
             self.ledger.take(("bucket", number), size, "communication")
 
-    def passes(self, reached: Reached, *, is_last: bool) -> None:  # noqa: ARG002
+    def passes(self, reached: Reached, *, is_last: bool) -> None:
         """Keep each gradient as it comes; from the second step on it is there."""
         if reached.mark == "forward" and not reached.name and self._is_spread:
             self._begin_forward()
