@@ -23,6 +23,7 @@ import torch
 from fsdp_magic.engine.planning.passes import Program
 from published.flat_parameters import FlatParameterOverlay
 from published.gpt2 import LARGE, VOCABULARY, XL, LanguageModel, Outputs, Size
+from published.loops import one_parameter_at_a_time
 from published.replicas import BUCKET, FIRST_BUCKET, ReplicaOverlay
 from side_by_side import machine, say
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,13 +32,7 @@ from fsdp_magic.core.planning.allocator import largest_that_fits, reserved_peak
 from fsdp_magic.core.planning.device import COMMUNICATION_BYTES
 from fsdp_magic.core.planning.ledger import Ledger
 from fsdp_magic.core.planning.overlay import Setting, replay
-from fsdp_magic.core.planning.step_trace import (
-    Freed,
-    OptimizerAllocated,
-    OptimizerEvent,
-    OptimizerTrace,
-    StepTrace,
-)
+from fsdp_magic.core.planning.step_trace import StepTrace
 from fsdp_magic.core.units import GIB
 from fsdp_magic.engine.planning.tracing import trace_step
 
@@ -163,26 +158,6 @@ ROWS = (
     ),
     Row(model="XL", method="FSDP, 2k, offload", published=14, least_elements=2000, offload=True),
 )
-
-
-def one_parameter_at_a_time(names: list[str]) -> OptimizerTrace:
-    """Return AdamW as transformers had it: state in the first step, one square root at a time."""
-    first: list[OptimizerEvent] = []
-    later: list[OptimizerEvent] = []
-    for number, name in enumerate(names):
-        state = 3 * number
-        first += [
-            OptimizerAllocated(state, name, 4.0, 0.0, "optimizer"),
-            OptimizerAllocated(state + 1, name, 4.0, 0.0, "optimizer"),
-        ]
-        for events in (first, later):
-            events.append(OptimizerAllocated(state + 2, name, 4.0, 0.0, "temporary"))
-            events.append(Freed(state + 2))
-    return OptimizerTrace(
-        name="AdamW of transformers, one parameter at a time",
-        first=tuple(first),
-        later=tuple(later),
-    )
 
 
 def cell(model: LanguageModel, *, is_half: bool) -> Callable[[dict[str, Any]], torch.Tensor]:
