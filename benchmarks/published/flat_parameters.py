@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from fsdp_magic.core.planning.ledger import Key
 from fsdp_magic.core.planning.overlay import Overlay, Setting
 from fsdp_magic.core.planning.step_trace import Reached, StepTrace, TracedParameter
+from published.loops import take_buffers, without_buffers
 
 GATHERING, REDUCING = 1, 2
 """Streams beside the one that computes. Source: ``_setup_streams``."""
@@ -109,7 +110,8 @@ class FlatParameterOverlay(Overlay):
     """
 
     def __init__(self, trace: StepTrace, setting: Setting, *, least_elements: int | None) -> None:
-        super().__init__(trace, setting)
+        super().__init__(without_buffers(trace), setting)
+        self._buffers = trace.standing
         self.ranks = setting.world_size
         self.units = flat_units(trace, least_elements)
         self._of_module = {u.module: n for n, u in enumerate(self.units)}
@@ -123,7 +125,8 @@ class FlatParameterOverlay(Overlay):
         return -(-self.units[number].elements // self.ranks)
 
     def begin(self) -> None:
-        """Take this rank's shards, which with offloading are in host memory."""
+        """Take buffers and this rank's shards, which with offloading are in host memory."""
+        take_buffers(self.ledger, self._buffers)
         if self.setting.cpu_offload:
             return
         for number, unit in enumerate(self.units):

@@ -1,14 +1,18 @@
-"""Training loops of 2022: how their optimizers worked."""
+"""Training loops of 2022: how their optimizers worked, and what they did not do."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
+from fsdp_magic.core.planning.ledger import Ledger
 from fsdp_magic.core.planning.step_trace import (
+    Allocated,
     Freed,
     OptimizerAllocated,
     OptimizerEvent,
     OptimizerTrace,
+    StepTrace,
 )
 
 
@@ -34,3 +38,14 @@ def one_parameter_at_a_time(names: Iterable[str], *, temporaries: int = 1) -> Op
     return OptimizerTrace(
         name="AdamW, one parameter at a time", first=tuple(first), later=tuple(later)
     )
+
+
+def without_buffers(trace: StepTrace) -> StepTrace:
+    """Return a trace whose buffers an overlay takes itself: nobody copied them to roll back."""
+    return dataclasses.replace(trace, standing=())
+
+
+def take_buffers(ledger: Ledger, buffers: Iterable[Allocated]) -> None:
+    """Take the buffers of a model, for good."""
+    for buffer in buffers:
+        ledger.take(("buffer", buffer.id), buffer.size, "buffer", place=buffer.place)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from fsdp_magic.core.planning.overlay import Overlay, Setting
 from fsdp_magic.core.planning.step_trace import Reached, StepTrace, TracedParameter
 from fsdp_magic.core.units import MIB
+from published.loops import take_buffers, without_buffers
 
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
 """Source: ``kDefaultFirstBucketBytes``, ``bucket_cap_mb``. Gradients are no views of buckets there,
@@ -26,7 +27,8 @@ class ReplicaOverlay(Overlay):
     """Whole parameters, zeroed gradients and, on several ranks, buckets."""
 
     def __init__(self, trace: StepTrace, setting: Setting) -> None:
-        super().__init__(trace, setting)
+        super().__init__(without_buffers(trace), setting)
+        self._buffers = trace.standing
         self._arrived: dict[str, None] = {}
         """Parameters in the order in which their gradients came first."""
         self._is_rebuilt = False
@@ -37,6 +39,7 @@ class ReplicaOverlay(Overlay):
 
     def begin(self) -> None:
         """Take parameters, send them, and take the buckets that the reducer makes at once."""
+        take_buffers(self.ledger, self._buffers)
         sizes = {name: p.elements * 4 for name, p in self.trace.parameters.items()}
         for name, size in sizes.items():
             self.ledger.take(("parameter", name), size, "parameter", place=name)
@@ -78,7 +81,7 @@ class ReplicaOverlay(Overlay):
         if self._arrived and not self._is_rebuilt:
             self._is_rebuilt = True
             self._take_buckets(self._arrived)
-        self._broadcast(held.size.fixed for held in self.trace.standing)
+        self._broadcast(held.size.fixed for held in self._buffers)
 
     def optimizer_elements(self, parameter: TracedParameter) -> int:
         """Return all elements."""
