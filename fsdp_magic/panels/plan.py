@@ -42,7 +42,6 @@ _EMPTY = 1 / 32
 """A device is no measure for bars that are all shorter than this share of it."""
 _SEEN = 1 / 400
 """A part below this share of a full bar is not seen in it."""
-_LONG_NAME = 15
 _BAR_HEIGHT = 12
 
 
@@ -113,7 +112,7 @@ def _head_html(view: PlanView) -> str:
 def _row_html(each: PlanRow, view: PlanView) -> str:
     unit = _unit(view)
     is_shown = view.shown is each and len(view.rows) > 1
-    name = _wrapping(escape(shortened(each.name, 80)), each.name)
+    name = plan_timeline.strategy_html(each.name)
     step, _, phase = shortened(each.phase, 40).partition(": ")
     more = muted(f"+&nbsp;{unit.text(each.sample_bytes)}") if each.largest.ideal else ""
     return row(
@@ -237,7 +236,7 @@ def _advice_html(view: PlanView) -> str:
         f'<div style="padding-left:12px;text-indent:-12px">• {_advised(each)}</div>'
         for each in view.advice
     )
-    name = escape(shortened(view.timeline.strategy, 80))
+    name = plan_timeline.strategy_html(view.timeline.strategy)
     return (
         '<div style="margin-top:8px;font-size:12px;overflow-wrap:anywhere">'
         f"<b>What would leave room under {name} </b>{lines}</div>"
@@ -261,16 +260,8 @@ def _notes(view: PlanView) -> Sequence[str]:
         )
     if view.card:
         notes.append(
-            f"Speed is a ranking by time per sample at the largest size, from the data sheet of "
-            f"{view.card} and the longest of computing, memory and links; it promises no seconds"
+            "Speed is a ranking by time per sample at the largest size: the longest of computing, "
+            f"memory and links after the data sheet of {shortened(view.card, 30)}; it promises no "
+            "seconds"
         )
     return notes
-
-
-def _wrapping(content: str, name: str) -> str:
-    """Return HTML without tags that may go on in the next line at a sign in it."""
-    if len(name) < _LONG_NAME:
-        return content
-    for sign in "+_":
-        content = content.replace(sign, f"{sign}<wbr>")
-    return content

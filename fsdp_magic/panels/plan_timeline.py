@@ -32,6 +32,7 @@ _FAR = 3
 """A limit this many times above the peak is not drawn, or the peak would be flat."""
 _NARROW, _NARROWEST = 9.0, 4.0
 """A phase this narrow, in percent of the width, has a short name; its whole one in a tooltip."""
+_LONG_NAME = 15
 _SEEN = 1 / 400
 """A part below this share of the peak is not seen in it."""
 _SHORT = {"optimizer": "opt.", "backward": "bwd", "forward": "fwd"}
@@ -97,10 +98,20 @@ def text(view: PlanView) -> list[str]:
 # ---------------------------------------------------------------- words
 
 
+def strategy_html(name: str) -> str:
+    """Return the name of a strategy as HTML that may go on in the next line at a sign in it."""
+    content = escape(shortened(name, 80))
+    if len(name) < _LONG_NAME:
+        return content
+    for sign in "+_":
+        content = content.replace(sign, f"{sign}<wbr>")
+    return content
+
+
 def _title(view: PlanView) -> str:
     timeline = view.timeline
     assert timeline is not None
-    name = escape(shortened(timeline.strategy, 80))
+    name = strategy_html(timeline.strategy)
     size = f"micro-batch {timeline.micro_batch_size:,}"
     peak = f"peak {bytes_text(timeline.peak_bytes)} in {timeline.peak_phase}"
     order = "one rank over two steps, in the order of allocations, not of time"

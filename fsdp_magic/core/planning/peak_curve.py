@@ -6,6 +6,7 @@ every size can be the peak: there are few, and the largest of them at a size is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -94,12 +95,20 @@ def _tops(entries: Sequence[Entry]) -> list[Level]:
 def _undominated(levels: Sequence[Level]) -> list[Level]:
     """Return levels of which none is at most another at every size, the earliest of equal ones."""
     kept: list[Level] = []
-    for level in sorted(levels, key=lambda at: (-at.per_pair, -at.per_sample, -at.fixed, at.entry)):
-        if not any(
-            other.fixed >= level.fixed
-            and other.per_sample >= level.per_sample
-            and other.per_pair >= level.per_pair
-            for other in kept
-        ):
+    ordered = sorted(levels, key=lambda at: (-at.per_pair, -at.per_sample, -at.fixed, at.entry))
+    # Where no level grows with the square, those before one grow faster: it counts if it has more
+    # to begin with than all of them.
+    most = -math.inf
+    are_lines = not any(level.per_pair for level in levels)
+    for level in ordered:
+        if are_lines:
+            is_exceeded = level.fixed <= most
+            most = max(most, level.fixed)
+        else:
+            is_exceeded = any(
+                other.fixed >= level.fixed and other.per_sample >= level.per_sample
+                for other in kept
+            )
+        if not is_exceeded:
             kept.append(level)
     return kept
