@@ -63,6 +63,7 @@ class Zero1Model(WholeModel):
         watch_optimizers(_concerned)
         module.register_forward_pre_hook(_before_forward)
         torch_private.read_scalars_whole()
+        torch_private.step_on_own_parts()
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Have every gradient of a parameter noted, before and after it is added."""

@@ -25,7 +25,11 @@ from fsdp_magic.engine.parallel.torch_private.forward import (
 )
 from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
 from fsdp_magic.engine.parallel.torch_private.newest_names import all_gather_single
-from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, makes_state
+from fsdp_magic.engine.parallel.torch_private.optimizers import (
+    make_state,
+    makes_state,
+    step_on_own_parts,
+)
 from fsdp_magic.engine.parallel.torch_private.tensors import (
     align_group_count,
     cast_floating,
@@ -85,6 +89,7 @@ __all__ = [
     "sharded_of_unsharded",
     "shut_down_workers",
     "state_reference",
+    "step_on_own_parts",
     "storage_bytes",
     "take_whole_in_lists",
     "units",
