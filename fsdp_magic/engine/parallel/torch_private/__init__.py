@@ -31,6 +31,7 @@ from fsdp_magic.engine.parallel.torch_private.optimizers import (
     step_on_own_parts,
 )
 from fsdp_magic.engine.parallel.torch_private.tensors import (
+    address_of,
     align_group_count,
     cast_floating,
     point_at,
@@ -59,6 +60,7 @@ from fsdp_magic.engine.parallel.torch_private.views import gather_for_written_vi
 __all__ = [
     "BACKWARD_FUNCTION",
     "_reset_iteration_state",
+    "address_of",
     "align_group_count",
     "all_gather_single",
     "at_end_of_backward",
