@@ -232,12 +232,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add_copy(args[0], out)
         if in_place:
             self._replace(args[0], out)
+        self.count(name, args, out)
+        self.log.operations.count(func, args, kwargs, out)
+        return out
+
+    def count(self, operator: str, args: Any, out: Any) -> None:  # noqa: ARG002
+        """Count what an operator returned."""
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                self.add(leaf, name)
-        self.log.operations.count(func, args, kwargs, out)
-        return out
+                self.add(leaf, operator)
 
     def _add_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
         """Count a copy as that of a parameter, if it is one."""
