@@ -11,19 +11,31 @@ from typing import TYPE_CHECKING, Any
 from fsdp_magic import errors
 
 if TYPE_CHECKING:
+    from fsdp_magic.notebook.planning import plan
     from fsdp_magic.notebook.sessions import init
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "errors", "init", "load_ipython_extension", "unload_ipython_extension"]
+__all__ = [
+    "__version__",
+    "errors",
+    "init",
+    "load_ipython_extension",
+    "plan",
+    "unload_ipython_extension",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``init`` when it is first asked for: engines import this package too."""
-    if name != "init":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp_magic.notebook.sessions import init
+    """Import ``init`` and ``plan`` when first asked for: engines import this package too."""
+    if name == "init":
+        from fsdp_magic.notebook.sessions import init
 
-    return init
+        return init
+    if name == "plan":
+        from fsdp_magic.notebook.planning import plan
+
+        return plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

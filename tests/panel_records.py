@@ -25,7 +25,7 @@ HOSTILE = "<img src=x onerror=alert(1)>\"'&\x1b[2J\n</details></table>"
 STATES: tuple[RunState, ...] = ("starting", "running", "done", "stopped", "failed")
 ALLOWED_TAGS = {
     *("div", "span", "b", "table", "thead", "tbody", "tr", "th", "td"),
-    *("pre", "img", "details", "summary"),
+    *("pre", "img", "wbr", "details", "summary"),
 }
 SVG_TAGS = {"svg", "title", "path"}
 ALLOWED_ATTRIBUTES = {"style", "title", "role", "scope", "alt", "src", "open"}
@@ -227,7 +227,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, {name: value or "" for name, value in attrs}))
         self.words += [" "] * (tag in ("div", "tr", "td", "th", "details", "summary"))
-        if tag != "img":
+        if tag not in ("img", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

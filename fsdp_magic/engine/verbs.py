@@ -51,6 +51,7 @@ from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.parallel.meta import parameters_on_meta
 from fsdp_magic.engine.parallel.pretrained import MAPPED
 from fsdp_magic.engine.parallel.zero1 import gather_written
+from fsdp_magic.engine.planning.session import built, plan
 from fsdp_magic.engine.printing import PRINTING
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.recovery import recover, restore
@@ -303,5 +304,7 @@ VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
     "set_aside": set_aside,
     "compare": compare,
     "put_back": put_back,
+    "built": built,
+    "plan": plan,
 }
 _WITHIN_COMPARISON = ("set_aside", "compare", "put_back", "recover", "restore")

@@ -182,6 +182,20 @@ _MAGICS: dict[str, tuple[str, str]] = {
         """,
         "%fsdp_compare --strategies full_shard,shard_grad_op,ddp+bf16 --steps 20",
     ),
+    "%%fsdp_plan": (
+        """
+        The cell binds `model` and, if it likes, `optimizer` (else AdamW), `example_batch(b)` and
+        `loss_fn(model, batch)`; models of transformers have defaults for both. It runs in a
+        process of its own, without weights and without a GPU. %fsdp_plan, without a cell, plans
+        the session's model, data and last training cell. It returns the plan:
+        plan.max_micro_batch_size["full_shard"], plan.peak_bytes("full_shard", 8)
+        """,
+        """
+        %%fsdp_plan --gpu-memory 24GiB --world-size 2 --seq-len 128
+        config = AutoConfig.from_pretrained("./my-model")
+        model = AutoModelForCausalLM.from_config(config)
+        """,
+    ),
     "%fsdp_shards": (
         """
         How the model is spread, its units by name and what it computes in; of each block the

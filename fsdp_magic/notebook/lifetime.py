@@ -27,7 +27,7 @@ class Lifetime:
         server: makes them, if it fits; it belongs to the session from here on.
 
     Attributes:
-        plan: the world that was started.
+        world_plan: the world that was started.
         restarted: what the last restart did, where that is more than fresh engines.
     """
 
@@ -35,7 +35,7 @@ class Lifetime:
         self.spec = spec
         self._history = History()
         self._names = itertools.count(1)
-        self.plan = plan_world(spec)
+        self.world_plan = plan_world(spec)
         self.restarted = ""
         self._server = server
         self._engines: Engines | None = None
@@ -183,16 +183,16 @@ class Lifetime:
 
     def _start(self) -> None:
         """Start engines, from the fork server that is there if it is in order."""
-        environment, server = self.plan.environment, self._server
+        environment, server = self.world_plan.environment, self._server
         try:
-            if server is not None and not (self.plan.forked and server.fits(environment)):
+            if server is not None and not (self.world_plan.forked and server.fits(environment)):
                 server.stop()
                 self._server = None
-            if self._server is None and self.plan.forked:
+            if self._server is None and self.world_plan.forked:
                 self._server = ForkServer(environment)
-            self._snapshots = self._snapshots or SnapshotFiles(self.plan.n)
+            self._snapshots = self._snapshots or SnapshotFiles(self.world_plan.n)
             self._engines = Engines(
-                replace(self.plan, lost_models=self._history.lost_models),
+                replace(self.world_plan, lost_models=self._history.lost_models),
                 self._server,
                 self._interruptions,
                 self._snapshots,
@@ -216,7 +216,9 @@ class Lifetime:
 
     def __repr__(self) -> str:
         state = "running" if self.running else "shut down"
-        return f"<{type(self).__name__}: {self.world_size} {self.plan.device} engines, {state}>"
+        return (
+            f"<{type(self).__name__}: {self.world_size} {self.world_plan.device} engines, {state}>"
+        )
 
     @property
     def running(self) -> bool:
@@ -242,7 +244,7 @@ class Lifetime:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.plan.n
+        return self.world_plan.n
 
     @property
     def client(self) -> Any:

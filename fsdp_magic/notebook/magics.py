@@ -19,13 +19,14 @@ from fsdp_magic.core.specs import (
     InitSpec,
     ModelSpec,
     NamesSpec,
+    PlanSpec,
     PullSpec,
     RunSpec,
     ShardsSpec,
     TrainSpec,
 )
 from fsdp_magic.core.wording import as_typed, quoted
-from fsdp_magic.notebook import display, px, sessions
+from fsdp_magic.notebook import display, planning, px, sessions
 from fsdp_magic.notebook.comparison import Comparison
 from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.help import magic_help
@@ -96,6 +97,21 @@ class FsdpMagics(Magics):
         session = self._session()
         spec = parse(line, CompareSpec, magic="%fsdp_compare", numbers=session.number)
         return session.compare_from(spec)
+
+    @line_cell_magic
+    def fsdp_plan(self, line: str, cell: str | None = None) -> planning.Plan | None:
+        """Predict peak memory and the largest batch for hardware that is not here."""
+        if cell is None:
+            session = self._session()
+            spec = parse(line, PlanSpec, magic="%fsdp_plan", numbers=session.number)
+            made = session.plan_from(spec)
+        else:
+            spec = parse(line, PlanSpec, magic="%%fsdp_plan")
+            made = planning.plan_from(spec, cell, name=self._name("fsdp_plan"))
+        if spec.output is None:
+            return made
+        self._variables[spec.output] = made
+        return None
 
     @line_magic
     def fsdp_shards(self, line: str) -> None:

@@ -18,18 +18,18 @@ from fsdp_magic.notebook.comparing import compare_on
 from fsdp_magic.notebook.comparison import Comparison
 from fsdp_magic.notebook.evaluation import Evaluation
 from fsdp_magic.notebook.help import takes_options
-from fsdp_magic.notebook.inspection import Inspection
 from fsdp_magic.notebook.options import looked_up, spec_of
 from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.results import show_results
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Page, Screen
+from fsdp_magic.notebook.session_planning import Planning
 from fsdp_magic.notebook.torn_steps import restored_notes
 from fsdp_magic.notebook.training import train_on
 from fsdp_magic.panels import mosaic
 
 
-class Session(Inspection):
+class Session(Planning):
     """Engines that run cells, shard models and train them.
 
     Every verb blocks, and is called from one thread. In a notebook a verb shows its panel unless

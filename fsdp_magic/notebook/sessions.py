@@ -36,9 +36,9 @@ def init_from(spec: InitSpec, *, show: bool = True) -> Session:
     """Start engines as a spec says; see ``init``."""
     session = current()
     if session is not None and session.alive and not spec.restart:
-        if spec != InitSpec() and plan_world(spec) != session.plan:
+        if spec != InitSpec() and plan_world(spec) != session.world_plan:
             raise UsageError(
-                f"a session with {session.world_size} {session.plan.device} engines is "
+                f"a session with {session.world_size} {session.world_plan.device} engines is "
                 "running; add --restart to replace it, or leave the options out to keep it"
             )
         if show:

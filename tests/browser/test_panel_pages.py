@@ -23,10 +23,12 @@ from panel_records import (
     unknown_ranks,
     view,
 )
+from plan_records import memory_plan
 
 from fsdp_magic.core.whereabouts import Whereabouts
-from fsdp_magic.panels import comparison, evaluation, mosaic, status, training
+from fsdp_magic.panels import comparison, evaluation, mosaic, plan, status, training
 from fsdp_magic.panels.comparison import ComparedView, ComparisonView
+from fsdp_magic.panels.plan_view import PlanView, view_of
 from fsdp_magic.panels.waiting import WaitingView
 
 if TYPE_CHECKING:
@@ -44,13 +46,13 @@ class Seen:
         heights: of the frames of a run, by width of the page and by its ranks.
         boxes: of hostile panels: width of the page; then height, width, width that is needed.
         happened: dialogs and requests of hostile panels.
-        cut_off: pixels of a comparison that its frame hides, by width of the page.
+        cut_off: pixels of a comparison and a plan that their frames hide, by width of the page.
     """
 
     heights: dict[tuple[int, str], set[int]] = field(default_factory=dict)
     boxes: list[tuple[int, list[int]]] = field(default_factory=list)
     happened: list[str] = field(default_factory=list)
-    cut_off: dict[int, int] = field(default_factory=dict)
+    cut_off: dict[int, list[int]] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +71,10 @@ def seen(test_run: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
                 seen.heights[width, run] = {height for height, _, _ in measured}
             measured = shown(page, waiting_frames(), width)
             seen.heights[width, "ranks that wait"] = {height for height, _, _ in measured}
-            shown(page, [comparison.html(compared(LONG_NAME))], width)
+            wide = [comparison.html(compared(LONG_NAME)), plan.html(planned(LONG_NAME, 6))]
+            shown(page, wide, width)
             seen.cut_off[width] = page.evaluate(
-                "(panel => panel.scrollWidth - panel.clientWidth)(document.body.firstChild)"
+                "[...document.body.children].map(panel => panel.scrollWidth - panel.clientWidth)"
             )
         page.on("dialog", lambda dialog: seen.happened.append(dialog.message))
         page.on("request", lambda request: seen.happened.append(request.url))
@@ -102,6 +105,15 @@ def compared(name: str, failure: str = "out of memory: rank 1 had 2 GiB") -> Com
     )
 
 
+def planned(name: str, strategies: int = 1) -> PlanView:
+    """A plan of strategies that all have one name."""
+    one = view_of(memory_plan("full_shard"), stamp="12:00:00")
+    assert one.timeline is not None
+    rows = [replace(one.rows[0], name=name, phase=one.rows[0].phase, rank=1)] * strategies
+    timeline = replace(one.timeline, strategy=name)
+    return replace(one, model=name, card=name, rows=rows, timeline=timeline, notes=[name])
+
+
 def hostile_panels(bad: str) -> list[str]:
     ranks = (gpu_rank(0, bad), gpu_rank(1, bad + "2"))
     model = placement([parameter(f"{bad}.{name}", (8, 8), 2) for name in "ab"], 2, notes=(bad,))
@@ -112,6 +124,7 @@ def hostile_panels(bad: str) -> list[str]:
         training.html(view(waiting=table)),
         training.html(view(ranks=ranks, message=bad, notes=(bad,), metrics={bad: 1.0})),
         comparison.html(compared(bad, bad)),
+        plan.html(planned(bad)),
         mosaic.html(model),
         status.html(where, stamp=bad),
         evaluation.html(evaluated(metrics={bad: 1.0}, rows={bad: 2}, notes=(bad,))),
@@ -161,12 +174,14 @@ def test_every_frame_of_a_run_has_the_same_height(seen: Seen) -> None:
 
 
 def test_hostile_values_run_nothing_and_stay_on_the_page(seen: Seen) -> None:
-    assert len(seen.boxes) == 24
+    assert len(seen.boxes) == 28
     for width, (height, wide, needed) in seen.boxes:
-        assert height < 1_500
+        assert height < 2_000
         assert wide <= needed <= width
     assert [what for what in seen.happened if not what.startswith(("about:", "data:"))] == []
 
 
-def test_a_comparison_of_long_names_is_seen_whole_on_a_narrow_page_too(seen: Seen) -> None:
-    assert seen.cut_off == dict.fromkeys(WIDTHS, 0)
+def test_comparisons_and_plans_are_seen_whole_on_a_narrow_page_too(
+    seen: Seen,
+) -> None:
+    assert seen.cut_off == {width: [0, 0] for width in WIDTHS}

@@ -89,6 +89,9 @@ PROGRAMS = tuple(
         ("shard_grad_op", "batchnorm", 2, 0.1),
         ("shard_grad_op", "dropout", 1, None),
         ("full_shard", "checkpointed", 2, None),
+        ("hybrid_shard", "dropout", 2, None),
+        ("zero1", "batchnorm", 1, 0.1),
+        ("ddp", "plain", 2, None),
     )
 )
 PROGRAMS_WITH_WORKERS = (

@@ -118,7 +118,8 @@ def prepare(session: Session) -> None:
 
 def build(session: Session, program: Program) -> None:
     """Build the model and the data of a program."""
-    session.model(_model_code(program), strategy=program.strategy, show=False)
+    size = 1 if program.strategy == "hybrid_shard" else None  # which divides any number of ranks
+    session.model(_model_code(program), strategy=program.strategy, shard_size=size, show=False)
 
 
 def _model_code(program: Program) -> str:

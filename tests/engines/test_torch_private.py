@@ -45,6 +45,8 @@ x.sum().backward()
         "state._state_ctx.all_states == [state] and state._state_ctx.iter_forward_root is None",
         "torch_private.state_reference(model)() is state",
         "callable(state._pre_backward) and callable(state._register_pre_backward_hook)",
+        "state._state_ctx.post_backward_final_callback_queued is False",
+        "callable(state._root_post_backward_final_callback)",
         "callable(torch.distributed.all_gather_single)",
         "callable(state._pre_forward) and callable(state._post_forward)",
         "isinstance(torch.distributed.distributed_c10d._world.group_count, int)",

@@ -12,13 +12,17 @@ from typing import NamedTuple
 
 from fsdp_magic.core.planning.step_trace import Kind, Size
 
-Key = Hashable
+Key = tuple[Hashable, ...]
+_OF_TRACE = ("traced", "standing", "optimizer")
 Stream = int
 """Streams of CUDA have memory of their own; 0 computes."""
 
 
 class Entry(NamedTuple):
-    """Memory is taken, or given back (``taken`` false)."""
+    """Memory is taken, or given back (``taken`` false).
+
+    A key is a tuple; what an overlay adds has keys that begin with the words for it.
+    """
 
     key: Key
     taken: bool
@@ -26,6 +30,11 @@ class Entry(NamedTuple):
     kind: Kind
     place: str
     stream: Stream
+
+    @property
+    def term(self) -> str:
+        """What it is, in words: ``all-gather buffer``; of what was traced, its kind."""
+        return self.kind if self.key[0] in _OF_TRACE else str(self.key[0])
 
 
 class Phase(NamedTuple):
@@ -71,7 +80,7 @@ class Ledger:
 
     def held(self, first: Hashable) -> list[Key]:
         """Return the keys, tuples that begin with something, under which memory is held."""
-        return [key for key in self._live if isinstance(key, tuple) and key[0] == first]
+        return [key for key in self._live if key[0] == first]
 
     def enter(self, phase: str) -> None:
         """Note that a phase begins."""

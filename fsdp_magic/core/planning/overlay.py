@@ -27,6 +27,8 @@ from fsdp_magic.core.specs.strategy import AccumulateSync, Strategy
 Backend = Literal["nccl", "gloo"]
 _MOST_MICRO_STEPS = 3
 """A first, one in between and a last one: any more repeat the one in between."""
+_SMALL_BUFFER_BYTES = 64 * 1024
+"""Source: ``_SMALL_BYTES`` of engine/rollback.py: such are kept before every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +65,22 @@ class Overlay:
 
     Attributes:
         ledger: where it is written.
+        step: the number of the step that is replayed.
     """
 
     def __init__(self, trace: StepTrace, setting: Setting) -> None:
         self.trace = trace
         self.setting = setting
         self.ledger = Ledger()
+        self.step = 1
 
     def begin(self) -> None:
         """Take what is there before the first step: parameters."""
         raise NotImplementedError
+
+    def has(self, allocated: Allocated) -> bool:  # noqa: ARG002
+        """Return whether what one process took in the trace is there under the strategy too."""
+        return True
 
     def passes(self, reached: Reached, *, is_last: bool) -> None:
         """Do what the strategy does at a mark of a micro-step.
@@ -95,46 +103,82 @@ class Overlay:
         raise NotImplementedError
 
 
-def replay(overlay: Overlay, *, steps: int = 2) -> Ledger:
-    """Replay steps under an overlay, and return what was taken and given back."""
+def replay(
+    overlay: Overlay, *, steps: int = 2, most_micro_steps: int = _MOST_MICRO_STEPS
+) -> Ledger:
+    """Replay steps under an overlay, and return what was taken and given back.
+
+    Args:
+        overlay: fresh.
+        steps: how many.
+        most_micro_steps: of a step; more repeat those in between.
+    """
     trace, ledger = overlay.trace, overlay.ledger
     overlay.begin()
     for held in trace.standing:
         ledger.take(("standing", held.id), held.size, held.kind, place=held.place)
-    micro_steps = min(overlay.setting.accumulate, _MOST_MICRO_STEPS)
+    micro_steps = min(overlay.setting.accumulate, most_micro_steps)
     number = 0
     for step in range(1, steps + 1):
+        overlay.step = step
+        _keep_buffers(overlay)
         for micro_step in range(1, micro_steps + 1):
             number += 1
-            ledger.enter(f"step {step}: forward")
-            for event in trace.micro_step:
-                if isinstance(event, Allocated):
-                    key = ("traced", number, event.id)
-                    ledger.take(key, event.size, event.kind, place=event.place)
-                elif isinstance(event, Freed):
-                    ledger.give_back(("traced", number - event.carried, event.id))
-                else:
-                    if event.mark == "backward":
-                        ledger.enter(f"step {step}: backward")
-                    overlay.passes(event, is_last=micro_step == micro_steps)
+            _micro_step(overlay, number, is_last=micro_step == micro_steps)
         overlay.reduce()
         ledger.enter(f"step {step}: optimizer")
-        events = trace.optimizer.first if step == 1 else trace.optimizer.later
-        for optimizer_event in events:
-            _step_optimizer(overlay, optimizer_event, step)
+        for event in trace.optimizer.first if step == 1 else trace.optimizer.later:
+            _step_optimizer(overlay, event)
         overlay.updated()
     return ledger
 
 
-def _step_optimizer(overlay: Overlay, event: OptimizerEvent, step: int) -> None:
+def _keep_buffers(overlay: Overlay) -> None:
+    """Copy buffers, to be put back if the step fails: first all, later those that may move.
+
+    Source: ``StepUndo`` of engine/rollback.py.
+    """
+    ledger = overlay.ledger
+    for buffer in overlay.trace.standing:
+        key = ("copy of a buffer, for rolling back", buffer.id)
+        if overlay.step == 1:
+            ledger.take(key, buffer.size, "buffer", place=buffer.place)
+        elif buffer.size.fixed > _SMALL_BUFFER_BYTES and not _normalises(overlay, buffer.place):
+            ledger.give_back(key)
+
+
+def _normalises(overlay: Overlay, place: str) -> bool:
+    """Return whether a module has running statistics."""
+    module = overlay.trace.modules.get(place)
+    return module is not None and "BatchNorm" in module.class_name
+
+
+def _micro_step(overlay: Overlay, number: int, *, is_last: bool) -> None:
+    """Replay one forward and backward, the number-th of all."""
+    ledger = overlay.ledger
+    ledger.enter(f"step {overlay.step}: forward")
+    for event in overlay.trace.micro_step:
+        if isinstance(event, Allocated):
+            if overlay.has(event):
+                key = ("traced", number, event.id)
+                ledger.take(key, event.size, event.kind, place=event.place)
+        elif isinstance(event, Freed):
+            ledger.give_back(("traced", number - event.carried, event.id))
+        else:
+            if event.mark == "backward":
+                ledger.enter(f"step {overlay.step}: backward")
+            overlay.passes(event, is_last=is_last)
+
+
+def _step_optimizer(overlay: Overlay, event: OptimizerEvent) -> None:
     """Take or give back what an optimizer does, in the sizes of this rank."""
-    key = ("optimizer", step, event.id)
+    key = ("optimizer", overlay.step, event.id)
     if isinstance(event, OptimizerAllocated):
         parameter = overlay.trace.parameters.get(event.parameter)
         elements = overlay.optimizer_elements(parameter) if parameter else 0
         size = Size(
             event.fixed * (parameter is None or elements > 0) + event.per_element * elements
         )
-        overlay.ledger.take(key, size, event.kind)
+        overlay.ledger.take(key, size, event.kind, place=event.parameter)
     else:
-        overlay.ledger.give_back(("optimizer", step - event.carried, event.id))
+        overlay.ledger.give_back(("optimizer", overlay.step - event.carried, event.id))

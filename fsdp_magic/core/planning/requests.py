@@ -1,4 +1,8 @@
-"""What the tracing process is asked and reports; data only, pure."""
+"""What the tracing process is asked and reports; data only, pure.
+
+The kernel writes one ``TraceRequest`` to its standard input. It answers with any number of
+``TracePrinted`` and at last a ``TraceReport`` or a ``TraceFailed``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from fsdp_magic.core.planning.step_trace import StepTrace
+from fsdp_magic.core.protocol import TrainRequest
+from fsdp_magic.core.reply import Failure
+from fsdp_magic.core.specs import ModelSpec
 
 
 class TraceVariant(NamedTuple):
@@ -38,6 +45,54 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Trace the models, data and last training cell of an engine, in a fork of it.
+
+    Attributes:
+        training: the cell, with the options it ran with.
+        variants: what is traced.
+        wraps: rules whose units are wanted.
+        sequence_length: tokens of each sample; None: as the data has them.
+        device_kind: of which kernels.
+    """
+
+    training: TrainRequest
+    variants: tuple[TraceVariant, ...]
+    wraps: tuple[str, ...]
+    sequence_length: int | None = None
+    device_kind: Literal["cuda", "cpu"] = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltRequest:
+    """Say how the models of an engine were built, and what its device holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltReport:
+    """How the models of a session were built.
+
+    Attributes:
+        specs: by name.
+        ranks_on_host: ranks of this host.
+        capacity_bytes: of this rank's device; None: nobody knows.
+    """
+
+    specs: dict[str, ModelSpec]
+    ranks_on_host: int
+    capacity_bytes: int | None
+
+
+class FileRead(NamedTuple):
+    """A file of the person's that the cell has read; ``digest``: of its content, empty: unknown."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReport:
     """What was traced.
 
@@ -45,8 +100,27 @@ class TraceReport:
         traces: by variant.
         seconds: it took.
         notes: sentences a person should read (which defaults were taken).
+        files: that the cell read; None: nobody knows which, or too many.
+        cached: whether nothing had to be traced.
     """
 
     traces: dict[TraceVariant, StepTrace]
     seconds: float
     notes: tuple[str, ...] = field(default=())
+    files: tuple[FileRead, ...] | None = None
+    cached: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracePrinted:
+    """What the cell printed on a stream."""
+
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFailed:
+    """Why there is no report."""
+
+    failure: Failure

@@ -2,44 +2,14 @@
 
 Source: ``torch/distributed/fsdp/_fully_shard/{_fsdp_state,_fsdp_param_group,_fsdp_collectives,
 _fsdp_param}.py`` of torch 2.13: when a unit is gathered, prefetched, freed and reduced, and what
-each needs for it.
+each needs for it (``unit_memory.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fsdp_magic.core.planning.overlay import Overlay, Setting
-from fsdp_magic.core.planning.step_trace import Reached, StepTrace, TracedParameter
-
-_GATHERING, _REDUCING = 1, 2
-"""Streams of FSDP2 beside the one that computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What is gathered together."""
-
-    number: int
-    modules: tuple[str, ...]
-    parameters: tuple[TracedParameter, ...]
-
-
-def units_of(trace: StepTrace, wrap: str) -> list[Unit]:
-    """Return the units of a trace by a rule, inner ones first, the root last."""
-    taken: set[str] = set()
-    units: list[Unit] = []
-    for heads in (*trace.units[wrap], ("",)):
-        names: dict[str, None] = {}
-        for head in heads:
-            inside = f"{head}." if head else ""
-            for module, facts in trace.modules.items():
-                if module == head or module.startswith(inside):
-                    names.update(dict.fromkeys(facts.parameters))
-        own = [trace.parameters[n] for n in names if n not in taken]
-        taken.update(names)
-        units.append(Unit(len(units), heads, tuple(p for p in own if not p.whole)))
-    return [unit for unit in units if unit.parameters]
+from fsdp_magic.core.planning.step_trace import Allocated, Reached, StepTrace, TracedParameter
+from fsdp_magic.core.planning.unit_memory import Unit, UnitMemory, units_of
 
 
 class ShardedOverlay(Overlay):
@@ -48,95 +18,110 @@ class ShardedOverlay(Overlay):
     def __init__(self, trace: StepTrace, setting: Setting) -> None:
         super().__init__(trace, setting)
         self.units = units_of(trace, setting.wrap)
-        self.ranks = setting.shard_size or setting.world_size
+        self._memory = UnitMemory(self.ledger, trace, setting)
         self._of_module = {name: unit for unit in self.units for name in unit.modules}
         self._of_parameter = {p.name: unit for unit in self.units for p in unit.parameters}
-        self._order: list[int] = []
-        self._missing: dict[int, set[str]] = {}
+        self._begin_micro_step()
+
+    def _begin_micro_step(self) -> None:
+        self._order: list[Unit] = []
+        """Units in the order in which their forwards ended."""
+        self._places: dict[int, list[int]] = {}
+        """Where in that order a unit stands, by its number."""
+        self._running: dict[int, list[str]] = {}
+        """Modules of a unit that have begun, by its number."""
+        self._in_backward: set[int] = set()
+        self._done: set[int] = set()
+        """Units whose backward is over."""
 
     def begin(self) -> None:
         """Take this rank's shards."""
-        for p in self.trace.parameters.values():
-            if not self.setting.cpu_offload or p.whole:
-                size = p.local_elements(self.ranks) * p.element_bytes
-                self.ledger.take(("parameter", p.name), size, "parameter")
+        for name, p in self.trace.parameters.items():
+            if p.whole:
+                self.ledger.take(("parameter", name), p.bytes, "parameter", place=name)
+            elif not self.setting.cpu_offload:
+                size = p.local_elements(self._memory.ranks) * p.element_bytes
+                self.ledger.take(("parameter", name), size, "parameter", place=name)
 
-    def passes(self, reached: Reached, *, is_last: bool) -> None:  # noqa: ARG002
+    def has(self, allocated: Allocated) -> bool:
+        """Leave out casts of parameters: they are gathered in low precision."""
+        return allocated.kind not in ("gathered", "gradient")
+
+    def passes(self, reached: Reached, *, is_last: bool) -> None:
         """Gather, free and reduce units."""
         unit = self._of_module.get(reached.name)
         match reached.mark:
             case "forward" if unit is not None:
-                self._order.append(unit.number)
-                self._gather(unit)
+                self._running.setdefault(unit.number, []).append(reached.name)
+                self._memory.gather(unit, is_forward=True)
             case "forward_end" if unit is not None:
-                if self.setting.strategy == "full_shard" and reached.name != "":
-                    self._free(unit)
-            case "backward":
-                for key in self.ledger.held("gathering"):
-                    self.ledger.give_back(key)
-            case "module_backward" | "recompute" if unit is not None:
-                self._gather(unit, is_forward=False)
+                self._end_forward(unit)
+            case "recompute" if unit is not None and unit.number not in self._in_backward:
+                self._memory.gather(unit, is_forward=True)
+            case "module_backward" if unit is not None:
+                self._begin_backward(unit)
+            case "inputs_backward" if unit is not None:
+                if self._running[unit.number][0] == reached.name:
+                    self._end_backward(unit, reduces=self._reduces(is_last=is_last))
             case "gradient":
                 self._gradient(reached.name)
             case "micro_step_end":
-                for unit in self.units:
-                    self._free(unit)
-                for key in [*self.ledger.held("gathering"), *self.ledger.held("reducing")]:
-                    self.ledger.give_back(key)
-                self._order, self._missing = [], {}
+                self._end_micro_step(reduces=self._reduces(is_last=is_last))
 
-    def _padded(self, p: TracedParameter) -> int:
-        return p.local_elements(self.ranks) * self.ranks
+    def _reduces(self, *, is_last: bool) -> bool:
+        return is_last or self.setting.accumulate_sync != "last"
 
-    def _gather(self, unit: Unit, *, is_forward: bool = True) -> None:
-        if self.ledger.holds(("gathered", unit.number, unit.parameters[0].name)):
+    def _end_forward(self, unit: Unit) -> None:
+        if len(set(self._running[unit.number])) < len(unit.modules):
+            return  # others that are gathered with it are still to run
+        if self.setting.strategy != "shard_grad_op" and not unit.is_root:
+            self._memory.free(unit)
+        self._places.setdefault(unit.number, []).append(len(self._order))
+        self._order.append(unit)
+        if unit.is_root:
+            self._memory.free_last_gathering()
+
+    def _begin_backward(self, unit: Unit) -> None:
+        """Gather a unit for its backward, and begin to gather the one that comes next."""
+        if unit.number in self._in_backward:
             return
-        before = self.ledger.held("gathering")
-        size = sum(self._padded(p) * p.compute_bytes for p in unit.parameters)
-        self.ledger.take(("gathering", unit.number), size, "communication", stream=_GATHERING)
-        for key in before:
-            self.ledger.give_back(key)
-        for p in unit.parameters:
-            key = ("gathered", unit.number, p.name)
-            self.ledger.take(key, p.elements * p.compute_bytes, "gathered", place=unit.modules[0])
-        if not is_forward:
-            self.ledger.give_back(("gathering", unit.number))
+        self._in_backward.add(unit.number)
+        self._done.discard(unit.number)
+        self._memory.gather(unit, is_forward=False)
+        places = self._places.get(unit.number)
+        if places and (place := places.pop()) > 0:
+            self._memory.begin_gathering(self._order[place - 1])
 
-    def _free(self, unit: Unit) -> None:
-        for p in unit.parameters:
-            self.ledger.give_back(("gathered", unit.number, p.name))
+    def _end_backward(self, unit: Unit, *, reduces: bool) -> None:
+        self._in_backward.discard(unit.number)
+        self._done.add(unit.number)
+        if not self._memory.was_gathered(unit):
+            return
+        if reduces:
+            self._memory.reduce(unit)
+        else:
+            self._memory.keep_gradients(unit)
+
+    def _end_micro_step(self, *, reduces: bool) -> None:
+        """End the backwards of units whose inputs need no gradient: the root's first."""
+        for unit in sorted(self.units, key=lambda u: (not u.is_root, u.position)):
+            if unit.number not in self._done:
+                self._end_backward(unit, reduces=reduces)
+        self._memory.end_backward()
+        self._begin_micro_step()
 
     def _gradient(self, name: str) -> None:
         unit, p = self._of_parameter.get(name), self.trace.parameters[name]
-        if unit is None:
-            if not self.ledger.holds(("gradient", name)):
-                self.ledger.take(("gradient", name), p.elements * p.element_bytes, "gradient")
-            return
-        self.ledger.take(("whole gradient", name), p.elements * p.compute_bytes, "gradient")
-        missing = self._missing.setdefault(
-            unit.number, {q.name for q in unit.parameters if q.trained}
-        )
-        missing.discard(name)
-        if not missing:
-            self._reduce(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        self._free(unit)
-        for key in self.ledger.held("reducing"):
-            self.ledger.give_back(key)
-        trained = [p for p in unit.parameters if p.trained]
-        size = sum(self._padded(p) * 4 for p in trained)
-        self.ledger.take(("reducing", unit.number), size, "communication")
-        for p in trained:
-            self.ledger.give_back(("whole gradient", p.name))
-        for p in trained:
-            if not self.ledger.holds(("gradient", p.name)):
-                size = p.local_elements(self.ranks) * 4
-                self.ledger.take(("gradient", p.name), size, "gradient", stream=_REDUCING)
+        if unit is not None:
+            self._memory.gradient(p)
+        elif not self.ledger.holds(("gradient", name)):
+            self.ledger.take(("gradient", name), p.bytes, "gradient", place=name)
 
     def optimizer_elements(self, parameter: TracedParameter) -> int:
-        """Return the elements of this rank's shard."""
-        return parameter.local_elements(self.ranks)
+        """Return the elements of this rank's shard; none if it is kept in host memory."""
+        if self.setting.cpu_offload and not parameter.whole:
+            return 0
+        return parameter.local_elements(self._memory.ranks)
 
     def updated(self) -> None:
         """Free the gradients."""

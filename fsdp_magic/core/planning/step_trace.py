@@ -40,11 +40,13 @@ Mark = Literal[
     "recompute_end",
     "backward",
     "module_backward",
+    "inputs_backward",
     "gradient",
     "micro_step_end",
 ]
 """What a step passes: a module's forward (or its being computed again) begins and ends, backward
-begins, the gradient of a module's output is there, the gradient of a parameter is complete. The
+begins, the gradient of a module's output is there, those of its inputs are (told of modules that
+are gathered), the gradient of a parameter is complete. The
 trace frees that gradient just before its mark, which hands its bytes over to the overlay; where one
 is there already, both are for a moment."""
 
@@ -117,11 +119,25 @@ class TracedParameter:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
-    def local_elements(self, ranks: int) -> int:
-        """Elements of the largest shard over some ranks: dim 0 is cut as ``torch.chunk`` does."""
-        if not self.shape or self.whole:
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole parameter as it is kept."""
+        return self.elements * self.element_bytes
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it can be cut."""
+        return bool(self.shape) and self.elements > 0
+
+    def rows_of(self, ranks: int) -> int:
+        """Elements of the first rank's rows, which no rank has more of."""
+        if not self.has_rows:
             return self.elements
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+
+    def local_elements(self, ranks: int) -> int:
+        """Elements of the largest shard over some ranks: dim 0 is cut as ``torch.chunk`` does."""
+        return self.elements if self.whole else self.rows_of(ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,4 +21,9 @@ _OVERLAYS: Mapping[str, type[Overlay]] = {
 
 def ledger_of(trace: StepTrace, setting: Setting) -> Ledger:
     """Return what a rank takes and gives back over two steps of a trace under a strategy."""
-    return replay(_OVERLAYS[setting.strategy](trace, setting))
+    return replay(overlay_of(trace, setting))
+
+
+def overlay_of(trace: StepTrace, setting: Setting) -> Overlay:
+    """Return the overlay of a strategy, with nothing replayed yet."""
+    return _OVERLAYS[setting.strategy](trace, setting)

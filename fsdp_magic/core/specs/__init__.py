@@ -12,6 +12,7 @@ from fsdp_magic.core.specs.console import ConsoleSpec
 from fsdp_magic.core.specs.evaluate import EvalSpec
 from fsdp_magic.core.specs.init import Device, InitSpec
 from fsdp_magic.core.specs.model import ModelSpec
+from fsdp_magic.core.specs.plan import PlanSpec
 from fsdp_magic.core.specs.run import RunSpec, parse_ranks
 from fsdp_magic.core.specs.strategy import STRATEGY_HABITS, Strategy, StrategySpec
 from fsdp_magic.core.specs.train import TrainSpec
@@ -28,6 +29,7 @@ __all__ = [
     "InitSpec",
     "ModelSpec",
     "NamesSpec",
+    "PlanSpec",
     "PullSpec",
     "RunSpec",
     "ShardsSpec",
@@ -44,6 +46,7 @@ MAGICS: Mapping[str, type[Any]] = {
     "%%fsdp_train": TrainSpec,
     "%%fsdp_eval": EvalSpec,
     "%fsdp_compare": CompareSpec,
+    "%%fsdp_plan": PlanSpec,
     "%fsdp_shards": ShardsSpec,
     "%fsdp_status": EmptySpec,
     "%fsdp_console": ConsoleSpec,

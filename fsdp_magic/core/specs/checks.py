@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,3 +48,11 @@ def text(flag: str, value: object) -> None:
     """Raise if a value is given and is no text, or an empty one."""
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise UsageError(f"{flag} {quoted(value)} cannot work; it takes a name, as text")
+
+
+def bound_name(flag: str, value: object, *, such_as: str) -> None:
+    """Raise if a value is given and is no name that something can be bound to."""
+    if value is None:
+        return
+    if not isinstance(value, str) or not value.isidentifier() or keyword.iskeyword(value):
+        raise UsageError(f"{flag} {quoted(value)} is not a name; give one such as {flag} {such_as}")

@@ -21,9 +21,9 @@ from fsdp_magic.core.specs.strategy import (
 )
 from fsdp_magic.core.wording import quoted, suggestion
 
-_EVERY: tuple[Strategy, ...] = ("ddp", "zero1", "hybrid_shard", "shard_grad_op", "full_shard")
+EVERY: tuple[Strategy, ...] = ("ddp", "zero1", "hybrid_shard", "shard_grad_op", "full_shard")
 """From the one that holds most on every rank to the one that holds least."""
-_ADDED = (*get_args(Precision), "cpu_offload", "activation_checkpointing")
+ADDED = (*get_args(Precision), "cpu_offload", "activation_checkpointing")
 """What may stand behind a plus sign."""
 _ADDED_HABITS = {**PRECISION_HABITS, "gradient_checkpointing": "activation_checkpointing"}
 _HYBRID = "hybrid_shard"
@@ -85,8 +85,8 @@ class CompareSpec:
         "--strategies",
         default=(),
         takes="A,B,C",
-        listed=_EVERY,
-        added=_ADDED,
+        listed=EVERY,
+        added=ADDED,
         help="strategies to compare, each with what differs from the model as it was built: "
         "STRATEGY[+PRECISION][+cpu_offload][+activation_checkpointing], such as "
         "full_shard,ddp+bf16; hybrid_shard:N has copies of N ranks; without it every strategy, "
@@ -124,8 +124,8 @@ class CompareSpec:
             UsageError: if two of them are one for these models.
         """
         size = next((spec.shard_size for spec in built if spec.shard_size), None)
-        size = size or _ranks_of_a_copy(world_size, ranks_on_host)
-        asked = self.strategies or tuple(name for name in _EVERY if name != _HYBRID or size > 1)
+        size = size or ranks_of_a_copy(world_size, ranks_on_host)
+        asked = self.strategies or tuple(name for name in EVERY if name != _HYBRID or size > 1)
         variants = tuple(Variant.parsed(text).sized(size) for text in asked)
         first: dict[Any, int] = {}
         built_with = as_built(built) or "no other options"
@@ -158,7 +158,7 @@ def _habit(word: str) -> str:
     return word.replace("zero_", "zero")
 
 
-def _ranks_of_a_copy(world_size: int, ranks_on_host: int) -> int:
+def ranks_of_a_copy(world_size: int, ranks_on_host: int) -> int:
     """Return how many ranks share a copy where nobody says it: a host's, or half of one host's."""
     if ranks_on_host < world_size and world_size % ranks_on_host == 0:
         return ranks_on_host
@@ -183,9 +183,9 @@ def _change(text: str, part: str) -> tuple[str, Any]:
     """Return the field that a part behind a plus sign changes, and its value."""
     if part in get_args(Precision):
         return "precision", part
-    if part in _ADDED:
+    if part in ADDED:
         return part, True
     raise UsageError(
-        f"{quoted(part)} in {quoted(text)} is not known; {suggestion(part, _ADDED)}behind a "
-        f"strategy stand {', '.join(_ADDED)}, as in ddp+bf16"
+        f"{quoted(part)} in {quoted(text)} is not known; {suggestion(part, ADDED)}behind a "
+        f"strategy stand {', '.join(ADDED)}, as in ddp+bf16"
     )

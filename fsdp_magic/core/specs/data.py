@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import keyword
 from dataclasses import dataclass
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import option
-from fsdp_magic.core.specs.checks import above, at_least, text
-from fsdp_magic.core.wording import quoted
+from fsdp_magic.core.specs.checks import above, at_least, bound_name, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +57,10 @@ class DataSpec:
             self.need_no_data(
                 ("--collate", self.collate), ("--micro-batch-size", self.micro_batch_size)
             )
-        if self.output is not None and not _is_name(self.output):
-            raise UsageError(f"-o {quoted(self.output)} is not a name; give one such as -o run")
+        bound_name("-o", self.output, such_as="run")
 
     def need_no_data(self, *options: tuple[str, object]) -> None:
         """Raise if an option was given that only means something with data."""
         for flag, value in options:
             if value is not None:
                 raise UsageError(f"{flag} needs data; add --data NAME, or leave {flag} out")
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)

@@ -31,16 +31,23 @@ from fsdp_magic.engine.parallel.methods import (
     note_calls,
 )
 from fsdp_magic.engine.parallel.pretrained import MAPPED
-from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
+from fsdp_magic.engine.parallel.rank_zero import build_as_rank_0
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unfit import refuse_lossy
 from fsdp_magic.engine.parallel.unit_dtypes import of_one_dtype
+from fsdp_magic.engine.parallel.whole_parts import WholeParts
 from fsdp_magic.engine.parallel.wrapping import Units
 from fsdp_magic.engine.world import World
 
 
 class FsdpModel(ShardedModel):
-    """A model that was spread with FSDP2."""
+    """A model that was spread with FSDP2.
+
+    Attributes:
+        whole: what of it every rank holds whole.
+    """
+
+    whole: WholeParts
 
     def placement(self) -> Placement:
         """Return where every parameter lives; the same on every rank, without communication."""
@@ -69,10 +76,12 @@ class FsdpModel(ShardedModel):
     def leave(self) -> None:
         """Forget which units gather the parts of the model."""
         forget_calls(self.module)
+        self.whole.leave()
 
     def come_back(self) -> None:
         """Note it again."""
         note_calls(self.module)
+        self.whole.come_back()
 
     def settle(self, trained: Collection[int]) -> None:
         """Let a model that no optimizer trains free its parameters after every forward.
@@ -105,15 +114,16 @@ class FsdpModel(ShardedModel):
             is_last: whether it is the last one.
         """
         reduces = is_last or self.spec.accumulate_sync != "last"
-        if reduces:
-            yield
-            return
-        root: FSDPModule = self.module  # type: ignore[assignment]
-        root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            root.set_requires_gradient_sync(True)
+        with self.whole.within_step():
+            if reduces:
+                yield
+                return
+            root: FSDPModule = self.module  # type: ignore[assignment]
+            root.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                root.set_requires_gradient_sync(True)
 
     def reduce(self) -> None:
         """Do nothing: backward reduces."""
@@ -131,6 +141,7 @@ class FsdpModel(ShardedModel):
     def forget_iteration(self) -> None:
         """Forget a forward or backward that an exception ended."""
         torch_private.forget_iteration(self.module)
+        self.whole.forget_iteration()
 
 
 def shard(
@@ -162,8 +173,7 @@ def shard(
     move(module, world.device)
     named = [*module.named_parameters(), *module.named_buffers()]
     named = [(dotted, tensor) for dotted, tensor in named if not tensor.is_meta]
-    if take_from_rank_0(named, built=name, world=world):
-        model.notes.append(f"the ranks had built {name} differently; all have rank 0's weights now")
+    model.notes += build_as_rank_0(named, name=name, world=world)
     for parameter in module.parameters():
         if not parameter.is_meta and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -193,6 +203,7 @@ def shard(
     )
     torch_private.settle_root(module)
     _prepare(model)
+    model.whole = WholeParts(model, world=world)
     return model, _replaced(model, places)
 
 

@@ -63,8 +63,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     units = _units(module)
     parameters = {id(parameter) for parameter in module.parameters()}
     with ExitStack() as stack:
-        for model in whole_models.living():
-            stack.enter_context(model.unsynced(parameters))
+        stack.enter_context(whole_models.unsynced(parameters))
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
             stack.callback(unit.set_requires_gradient_sync, True, recurse=False)

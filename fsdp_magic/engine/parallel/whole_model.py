@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,10 @@ from torch import nn
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine.collectives import UNITS
 from fsdp_magic.engine.parallel.gradient_buckets import GradientReduction, buckets_of
 from fsdp_magic.engine.parallel.own_gradients import ReducedGradients, watch_steps
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
+from fsdp_magic.engine.parallel.unreduced_gradients import UnreducedGradients
 from fsdp_magic.engine.parallel.whole_models import (
     forget,
     living,
@@ -59,9 +58,7 @@ class WholeModel(ShardedModel):
         self.group = world.gradients_group()
         self._reduced = ReducedGradients()
         self._trained: Collection[int] = ()
-        self._pending: set[int] = set()
-        """Ids of parameters with a gradient of this rank alone in it."""
-        self._unsynced: Counter[int] = Counter()
+        self._unreduced = UnreducedGradients(self.group)
         self._adds_up = self._within_step = False
         self._arrived: dict[int, None] = {}
         self._arriving_late: set[int] = set()
@@ -159,10 +156,11 @@ class WholeModel(ShardedModel):
             reduction = self._reduction or self._new_reduction()
             self._reduction = None
             reduction.finish()
-            self._pending.clear()
+            self._unreduced.clear()
             self._settle_order()
         else:
-            self._average()
+            parameters = list(self.module.parameters())
+            self._reduced.note(self._unreduced.average(parameters, name=self.name))
 
     def reduced_here(self) -> set[int]:
         """Return the ids of whole parameters whose gradients ``reduce`` takes care of."""
@@ -192,31 +190,23 @@ class WholeModel(ShardedModel):
         """
         self._reduction = None
         self._within_step = False
-        for parameter in self.module.parameters():
-            if id(parameter) in self._pending:
-                parameter.grad = None
-        self._pending.clear()
+        self._unreduced.drop(self.module.parameters())
 
-    @contextmanager
-    def unsynced(self, parameters: Collection[int]) -> Iterator[None]:
+    def unsynced(self, parameters: Collection[int]) -> AbstractContextManager[None]:
         """Leave the gradients of parameters on this rank inside.
 
         Args:
             parameters: their ids.
         """
-        self._unsynced.update(parameters)
-        try:
-            yield
-        finally:
-            self._unsynced.subtract(parameters)
+        return self._unreduced.unsynced(parameters)
 
     def note(self, parameter: nn.Parameter) -> None:
         """Note that a gradient has arrived, and reduce it when it is time."""
         self.used.add(id(self.held(parameter)))
-        self._pending.add(id(parameter))
+        self._unreduced.note(parameter)
         if self._within_step:
             self._note_in_step(parameter)
-        elif self._unsynced[id(parameter)] <= 0:
+        elif self._unreduced.is_synced(parameter):
             reduce_after_backward(self)
 
     def _note_in_step(self, parameter: nn.Parameter) -> None:
@@ -256,27 +246,6 @@ class WholeModel(ShardedModel):
         dist.broadcast(order, group_src=0, group=self.group)
         self._order = order.tolist()
 
-    @torch.no_grad()
-    def _average(self) -> None:
-        """Average the gradients that are those of one rank alone, on any rank.
-
-        Collective: every rank must call this.
-        """
-        parameters = list(self.module.parameters())
-        flags = torch.tensor([self._is_pending(p) for p in parameters], dtype=torch.uint8)
-        all_reduce = UNITS.naming(self.name, dist.all_reduce)
-        all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        chosen = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag]
-        for parameter in chosen:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        GradientReduction(buckets_of(chosen[::-1]), name=self.name, group=self.group).finish()
-        for parameter in chosen:
-            assert parameter.grad is not None
-            parameter.grad /= self._world.world_size
-        self._pending.difference_update(map(id, chosen))
-        self._reduced.note(chosen)
-
     def own_gradients(self, held: Collection[int]) -> list[torch.Tensor]:
         """Return the gradients of which nothing says that all ranks have the same.
 
@@ -288,14 +257,9 @@ class WholeModel(ShardedModel):
         parameters = (
             p
             for p in self.module.parameters()
-            if (id(p) in held or id(self.held(p)) in held) and id(p) not in self._pending
+            if (id(p) in held or id(self.held(p)) in held) and p not in self._unreduced
         )
         return list(self._reduced.others(parameters))
-
-    def _is_pending(self, parameter: nn.Parameter) -> bool:
-        if parameter.grad is None or self._unsynced[id(parameter)] > 0:
-            return False
-        return id(parameter) in self._pending
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         names = (n for n, p in self.module.named_parameters() if p is parameter)

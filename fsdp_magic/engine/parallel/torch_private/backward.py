@@ -139,3 +139,25 @@ def reduce_what_came_late(unit: Any) -> None:
         final_callback()
 
     state._root_post_backward_final_callback = final
+
+
+def call_after_backward(unit: Any, callback: Callable[[], None]) -> None:
+    """Call a function at the end of every backward that reaches the model of a unit.
+
+    It is called once a backward if it is given to all units: torch asks the unit that is reached
+    first.
+    """
+    state = unit._get_fsdp_state()
+    final_callback = state._root_post_backward_final_callback
+
+    @functools.wraps(final_callback)
+    def final() -> None:
+        final_callback()
+        callback()
+
+    state._root_post_backward_final_callback = final
+
+
+def is_in_backward(root: Any) -> bool:
+    """Return whether a backward has reached a sharded model and not ended yet."""
+    return bool(root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)

@@ -1,0 +1,207 @@
+"""TRACER: the person's cell run without memory, and what of it is traced."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.optim import Optimizer
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.wording import nearest
+from fsdp_magic.engine import cell_sources, cells
+from fsdp_magic.engine.micro_step import scalar_loss
+from fsdp_magic.engine.optimizers import parameters_of
+from fsdp_magic.engine.planning.batches import WRITE_LOSS, default_batch, transformer_of
+
+_NO_VALUES = (
+    "The planner computes shapes and no values: nothing of a tensor can be read (.item(), .tolist()"
+    ", `if tensor:`, .numpy()). Do it outside of what the cell runs for each batch."
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Described:
+    """What is traced.
+
+    Attributes:
+        model: of fake tensors.
+        optimizers: that hold parameters of it.
+        make_batch: samples -> batch.
+        loss_of: batch -> loss.
+        notes: sentences a person should read.
+    """
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    make_batch: Callable[[int], Any]
+    loss_of: Callable[[Any], torch.Tensor]
+    notes: list[str] = field(default_factory=list)
+    _kept: dict[str, Any] = field(default_factory=dict)
+
+    def forward(self, samples: int) -> torch.Tensor:
+        """Run a micro-step's forward, and return its loss.
+
+        The batch and the loss are kept until the next one's are there, as a cell's variables are.
+        """
+        self._kept["batch"] = batch = self.make_batch(samples)
+        loss = self.loss_of(batch)
+        self._kept["loss"] = loss.detach()
+        return loss
+
+
+class _PlainShell:
+    """Stands for IPython's shell: the cell is plain Python."""
+
+    def transform_cell(self, code: str) -> str:
+        """Return a cell as it is.
+
+        Raises:
+            FsdpError: if it holds a magic or a command.
+        """
+        try:
+            ast.parse(code)
+        except SyntaxError as error:
+            line = (error.text or "").lstrip()
+            if line.startswith(("%", "!")):
+                raise FsdpError(
+                    f"line {error.lineno} is a magic or a command; the cell of a plan is plain "
+                    "Python that runs in a process of its own: put it into another cell"
+                ) from None
+        return code
+
+
+def namespace_of_cell(code: str, name: str) -> dict[str, Any]:
+    """Run a cell in a module of its own, and return what it bound.
+
+    Args:
+        code: the cell.
+        name: its file name in tracebacks.
+    """
+    cell_sources.install()
+    module = ModuleType("__main__")
+    sys.modules["__main__"] = module
+    namespace = vars(module)
+    namespace.update(device=torch.device("cpu"), rank=0, world_size=1, dp_rank=0, dp_size=1)
+    cell = cells.compile_cell(code, name, shell=_PlainShell())
+    with values_explained():
+        cell.run(namespace)
+    return namespace
+
+
+def program_in(namespace: dict[str, Any], *, sequence_length: int | None) -> Described:
+    """Return the program that names describe.
+
+    Args:
+        namespace: of the cell.
+        sequence_length: tokens of a sample of the default batch; None: as the model says.
+
+    Raises:
+        FsdpError: if something is missing; it says what to write.
+    """
+    model = _model(namespace)
+    notes: list[str] = []
+    optimizers = _optimizers(namespace, model)
+    if not optimizers:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise FsdpError("no parameter of `model` requires grad, so there is nothing to train")
+        optimizers = [torch.optim.AdamW(trained)]
+        notes.append("the cell binds no optimizer: torch.optim.AdamW(model.parameters())")
+    make_batch = _function(namespace, "example_batch", "example_batch(b)")
+    if make_batch is None:
+        batch = default_batch(model, sequence_length)
+        make_batch = batch.make
+        notes.append(batch.note)
+    elif sequence_length is not None:
+        notes.append("--seq-len is for batches of the planner's; example_batch makes the cell's")
+    loss_fn = _function(namespace, "loss_fn", "loss_fn(model, batch)") or _default_loss(model)
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        with values_explained():
+            return _checked(loss_fn(model, batch))
+
+    return Described(
+        model=model, optimizers=optimizers, make_batch=make_batch, loss_of=loss_of, notes=notes
+    )
+
+
+@contextmanager
+def values_explained() -> Iterator[None]:
+    """Say why a value cannot be read, where code wants one."""
+    try:
+        yield
+    except DataDependentOutputException as error:
+        error.add_note(_NO_VALUES)
+        raise
+
+
+def _model(namespace: dict[str, Any]) -> nn.Module:
+    model = namespace.get("model")
+    if isinstance(model, nn.Module):
+        return model
+    if model is not None:
+        raise FsdpError(
+            f"`model` is a {type(model).__name__}; the cell of a plan binds a torch.nn.Module to it"
+        )
+    modules = [name for name, value in namespace.items() if isinstance(value, nn.Module)]
+    near = nearest("model", modules) or next(iter(modules), None)
+    raise FsdpError(
+        "the cell binds no `model`; add: model = "
+        + (near or "AutoModelForCausalLM.from_config(config)")
+    )
+
+
+def _optimizers(namespace: dict[str, Any], model: nn.Module) -> list[Optimizer]:
+    held = {id(p) for p in model.parameters()}
+    found = {id(value): value for value in namespace.values() if isinstance(value, Optimizer)}
+    return [o for o in found.values() if any(id(p) in held for p in parameters_of(o))]
+
+
+def _function(namespace: dict[str, Any], name: str, call: str) -> Callable[..., Any] | None:
+    function = namespace.get(name)
+    if function is not None and not callable(function):
+        raise FsdpError(
+            f"`{name}` is a {type(function).__name__}; it is a function, called as {call}"
+        )
+    return function
+
+
+def _default_loss(model: nn.Module) -> Callable[[nn.Module, Any], Any]:
+    if transformer_of(model) is None:
+        kind = type(model).__name__
+        raise FsdpError(f"nothing says what the loss of {kind} is; {WRITE_LOSS}")
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss = getattr(model(**batch), "loss", None)
+        if loss is None:
+            kind = type(model).__name__
+            raise FsdpError(f"{kind} computes no loss by itself; {WRITE_LOSS}")
+        return loss
+
+    return loss_fn
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    """Return a loss that can be taken backward.
+
+    Raises:
+        FsdpError: if it cannot.
+    """
+    if loss is None:
+        raise FsdpError("loss_fn returns nothing; end it with: return loss")
+    scalar = scalar_loss(loss)
+    if not scalar.requires_grad:
+        raise FsdpError(
+            "the loss does not require grad, so there is nothing to train; compute it outside "
+            "torch.no_grad() and without .detach()"
+        )
+    return scalar

@@ -1,0 +1,172 @@
+"""The plan's panel: its table, its picture and what to change; as HTML and as text."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from panel_records import HOSTILE, Page, assert_harmless
+from plan_records import device, memory_plan
+
+from fsdp_magic.core.planning.memory_plan import Interval
+from fsdp_magic.core.planning.timeline import KINDS
+from fsdp_magic.core.units import GIB, MIB
+from fsdp_magic.panels import plan as panel
+from fsdp_magic.panels import plan_terms, timeline_picture
+from fsdp_magic.panels.memory_kinds import MEMORY_KINDS
+from fsdp_magic.panels.plan_view import PlanView, view_of
+
+SIX = ("ddp", "zero1", "hybrid_shard:2", "shard_grad_op", "full_shard", "full_shard+cpu_offload")
+
+
+def view(*names: str, **changes: object) -> PlanView:
+    plan = memory_plan(*names, world_size=4)
+    return replace(view_of(plan, stamp="12:00:00"), **changes)  # type: ignore[arg-type]
+
+
+def picture(source: str) -> ElementTree.Element:
+    """Return the drawing in a panel, parsed."""
+    address = Page(source).all("img")[0]["src"]
+    return ElementTree.fromstring(base64.b64decode(address.partition(",")[2]))
+
+
+def test_every_strategy_has_a_row_with_its_largest_micro_batch() -> None:
+    plan = memory_plan(*SIX, world_size=4)
+    source, text = panel.html(view_of(plan)), panel.text(view_of(plan))
+    for name, largest in plan.max_micro_batch_size.items():
+        assert re.search(rf"^{re.escape(name)} +{largest}\b", text, re.MULTILINE)
+        assert f"<b>{largest}</b>" in source
+    assert len(Page(source).all("tr")) == 1 + len(SIX)
+
+
+@pytest.mark.parametrize(
+    ("largest", "shown"),
+    [
+        (Interval(safe=5, ideal=6), "5 to 6"),
+        (Interval(safe=6, ideal=6), "6"),
+        (Interval(safe=0, ideal=1), "0 to 1"),
+        (Interval(safe=0, ideal=0), "none"),
+        (Interval(safe=1 << 20, ideal=1 << 20), "any"),
+    ],
+)
+def test_the_largest_micro_batch_is_an_interval(largest: Interval, shown: str) -> None:
+    one = view("ddp")
+    one = replace(one, rows=[replace(one.rows[0], largest=largest)])
+    assert re.search(rf"^ddp +{shown}  ", panel.text(one), re.MULTILINE)
+    assert f" {shown} " in Page(panel.html(one)).text
+
+
+def test_the_parts_of_a_bar_take_the_room_of_their_bytes() -> None:
+    one = view("ddp", usable_bytes=1024 * MIB)
+    widths = [float(w) for w in re.findall(r'MiB" style="width:([0-9.]+)%', panel.html(one))]
+    assert sum(widths) == pytest.approx(100 * one.rows[0].peak_bytes / (1024 * MIB), abs=0.1)
+
+
+def test_a_bar_that_does_not_fit_shows_where_memory_ends() -> None:
+    assert "border-left:2px solid" not in panel.html(view("ddp", timeline=None))
+    tight = view("ddp", timeline=None, usable_bytes=2 * MIB)
+    assert "border-left:2px solid" in panel.html(tight)
+
+
+def test_the_picture_shows_peak_limit_and_every_kind_there_is() -> None:
+    source = panel.html(view("full_shard"))
+    paths = picture(source).findall(".//{*}path")
+    fills = {path.get("fill") for path in paths}
+    assert {"#5C93E6", "#884D8C", "#00733D", "#BF8613", "url(#p)", "url(#t)"} <= fills
+    words = Page(source).text
+    for said in ("at the peak", "usable", "first step", "every later step", "forward", "backward"):
+        assert said in words
+    assert "memory of a rank over two steps, peak" in Page(source).all("img")[0]["alt"]
+
+
+def test_the_picture_is_as_high_as_what_is_held() -> None:
+    timeline = memory_plan().timeline("full_shard", 8)
+    drawing = ElementTree.fromstring(
+        timeline_picture.svg(timeline, top_bytes=2 * timeline.peak_bytes, limit_bytes=None)
+    )
+    fine = 4 * timeline_picture.HEIGHT
+    total = next(p.get("d") for p in drawing if (p.get("d") or "").endswith("z"))
+    heights = _heights(total or "")
+    assert min(heights.values()) == fine / 2
+    for point in timeline.points:
+        x = round(4 * timeline_picture.WIDTH * point.entry / (timeline.entries - 1))
+        if x in heights and 0 < x < 4 * timeline_picture.WIDTH:
+            height = fine * point.total / (2 * timeline.peak_bytes)
+            assert fine - heights[x] == pytest.approx(height, abs=1)
+
+
+def _heights(data: str) -> dict[int, int]:
+    """Return y by x of the corners of an area."""
+    corners: dict[int, int] = {}
+    x = y = 0
+    for command, numbers in re.findall(r"([MLl])([-0-9 ]+)", data):
+        first, second = map(int, re.findall(r"-?[0-9]+", numbers))
+        x, y = (x + first, y + second) if command == "l" else (first, second)
+        corners[x] = y
+    return corners
+
+
+def test_a_limit_far_above_is_said_instead_of_drawn() -> None:
+    far = view("ddp", usable_bytes=1 << 50)
+    assert "usable, far above" in Page(panel.html(far)).text
+    assert "1.5" not in {
+        p.get("stroke-width") for p in picture(panel.html(far)) if p.get("stroke") == "#D1342F"
+    }
+
+
+def test_panels_of_one_and_six_strategies_are_small() -> None:
+    for names in (("full_shard",), SIX):
+        assert len(panel.html(view(*names))) < 50_000
+
+
+def test_every_kind_of_memory_has_one_look_and_letter() -> None:
+    assert sorted(kind for each in MEMORY_KINDS for kind in each.kinds) == sorted(KINDS)
+    assert len({each.style for each in MEMORY_KINDS}) == len(MEMORY_KINDS)
+    assert len({each.letter for each in MEMORY_KINDS}) == len(MEMORY_KINDS)
+
+
+@pytest.mark.parametrize("bad", [HOSTILE, "\x1b[31mred", "a\u202eb\u2028c", "W" * 10_000, "\ud800"])
+def test_hostile_names_run_nothing_and_break_no_layout(bad: str) -> None:
+    def shown(text: str) -> PlanView:
+        made = view("ddp", model=text, device_name=text, notes=(text,), advice=[text], card=text)
+        assert made.timeline is not None
+        rows = [replace(made.rows[0], name=text, phase=text)]
+        return replace(made, rows=rows, timeline=replace(made.timeline, strategy=text), stamp=text)
+
+    source, text = panel.html(shown(bad)), panel.text(shown(bad))
+    assert_harmless(source)
+    assert Page(source).tree == Page(panel.html(shown("x"))).tree
+    assert len(text.splitlines()) == len(panel.text(shown("x")).splitlines())
+    for each in (source, text):
+        assert not re.search("[\x1b\u202e\u2028\ud800]", each)
+        assert len(each) < 50_000
+        json.dumps(each, ensure_ascii=False).encode()
+
+
+def test_nothing_is_ranked_without_a_card() -> None:
+    assert "speed" not in panel.text(view("ddp"))
+    ranked = replace(view("ddp"), card="T4")
+    ranked = replace(ranked, rows=[replace(ranked.rows[0], rank=1)])
+    assert " #1 " in panel.text(ranked)
+    assert "it promises no seconds" in panel.text(ranked)
+
+
+def test_terms_are_a_table_with_names_sizes_and_sources() -> None:
+    plan = memory_plan("full_shard", device=device(context_bytes=MIB))
+    source, text = plan_terms.html(plan, "full_shard"), plan_terms.text(plan, "full_shard")
+    assert_harmless(source)
+    for words in (Page(source).text, text):
+        assert "usable by tensors" in words
+        assert "torch.chunk" in words
+        assert "peak, allocated" in words
+
+
+def test_sizes_of_gib_and_of_mib_have_their_unit() -> None:
+    assert "in MiB; " in panel.text(view("ddp"))
+    large = view("ddp")
+    large = replace(large, rows=[replace(large.rows[0], peak_bytes=9 * GIB)])
+    assert "in GiB; " in panel.text(large)
