@@ -18,7 +18,7 @@ from fsdp_magic.core.planning.device import (
 from fsdp_magic.core.planning.overlay import Setting
 from fsdp_magic.core.planning.roofline import traffic_of
 from fsdp_magic.core.planning.step_trace import Size
-from fsdp_magic.core.units import GIB
+from fsdp_magic.core.units import GIB, MIB
 
 
 @pytest.mark.parametrize(
@@ -136,3 +136,11 @@ def test_what_does_not_fit_has_no_rank() -> None:
     assert plan.max_micro_batch_size == {"ddp": 0}
     assert plan.ranking() == {}
     assert plan.recommended == "ddp"
+
+
+def test_without_speeds_the_strategy_shown_is_that_of_most_samples_without_offload() -> None:
+    names = ("ddp", "full_shard", "full_shard+cpu_offload")
+    assert memory_plan(*names).recommended == "full_shard"
+    assert memory_plan(*names[::2]).recommended == "ddp"
+    tight = device(capacity_bytes=memory_plan(*names).peak_bytes("full_shard+cpu_offload", 1) + MIB)
+    assert memory_plan(*names, device=tight).recommended == "full_shard+cpu_offload"
