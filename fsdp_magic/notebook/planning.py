@@ -26,10 +26,10 @@ from fsdp_magic.core.specs import ModelSpec, PlanSpec
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.specs.plan import GPU_MEMORY, RANKS_ON_HOST
 from fsdp_magic.core.units import count_text
-from fsdp_magic.notebook import display
+from fsdp_magic.notebook import display, trace_cache
 from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.options import spec_of
-from fsdp_magic.notebook.screen import Nowhere, Page
+from fsdp_magic.notebook.screen import Nowhere, Page, Screen
 from fsdp_magic.notebook.tracer import traced
 from fsdp_magic.panels import plan as panel
 from fsdp_magic.panels import plan_terms
@@ -105,17 +105,29 @@ def plan_from(spec: PlanSpec, code: str, *, show: bool = True, name: str = "") -
         sequence_length=spec.seq_len,
         device_kind=device.kind,
     )
-    screen = Page() if show else Nowhere()
-    answer = traced(request, printed=screen.write)
-    screen.flush()
-    if isinstance(answer, TraceFailed):
-        raise failure_of(answer.failure)
+    report = None if spec.no_cache else trace_cache.found(request)
+    if report is None:
+        report = _report_on(request, Page() if show else Nowhere())
+        trace_cache.keep(request, report)
     made = plan_of(
-        answer, specs, device, world_size=world_size, accumulate=spec.accumulate or 1, spec=spec
+        report, specs, device, world_size=world_size, accumulate=spec.accumulate or 1, spec=spec
     )
     if show:
         made.show()
     return made
+
+
+def _report_on(request: TraceRequest, screen: Screen) -> TraceReport:
+    """Trace a cell, and show what it prints as it comes."""
+
+    def printed(stream: str, text: str) -> None:
+        screen.write(stream, text)
+        screen.flush()
+
+    answer = traced(request, printed=printed)
+    if isinstance(answer, TraceFailed):
+        raise failure_of(answer.failure)
+    return answer
 
 
 def specs_of(
@@ -207,7 +219,15 @@ def plan_of(
         strategies=strategies,
         micro_batch_size=spec.micro_batch_size,
         model=_described(next(iter(report.traces.values()))),
-        notes=report.notes,
+        notes=(*report.notes, *_about_cache(report)),
+    )
+
+
+def _about_cache(report: TraceReport) -> list[str]:
+    return (
+        ["traced before, and nothing that it read has changed; --no-cache traces again"]
+        if report.cached
+        else []
     )
 
 

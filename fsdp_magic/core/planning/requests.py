@@ -34,7 +34,6 @@ class TraceRequest:
         wraps: rules whose units are wanted.
         sequence_length: for the default batch of models of transformers; None: the model's own.
         device_kind: of which kernels.
-        kept_in: directory of earlier reports; None: none are looked for or kept.
     """
 
     code: str
@@ -43,7 +42,6 @@ class TraceRequest:
     wraps: tuple[str, ...] = ("blocks",)
     sequence_length: int | None = None
     device_kind: Literal["cuda", "cpu"] = "cuda"
-    kept_in: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +83,15 @@ class BuiltReport:
     capacity_bytes: int | None
 
 
+class FileRead(NamedTuple):
+    """A file of the person's that the cell has read; ``digest``: of its content, empty: unknown."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    digest: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReport:
     """What was traced.
@@ -93,12 +100,14 @@ class TraceReport:
         traces: by variant.
         seconds: it took.
         notes: sentences a person should read (which defaults were taken).
+        files: that the cell read; None: nobody knows which, or too many.
         cached: whether nothing had to be traced.
     """
 
     traces: dict[TraceVariant, StepTrace]
     seconds: float
     notes: tuple[str, ...] = field(default=())
+    files: tuple[FileRead, ...] | None = None
     cached: bool = False
 
 

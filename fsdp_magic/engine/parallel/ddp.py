@@ -8,7 +8,7 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.specs import ModelSpec
 from fsdp_magic.engine.parallel.casting import compute_in
 from fsdp_magic.engine.parallel.precision import compute_dtype
-from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
+from fsdp_magic.engine.parallel.rank_zero import build_as_rank_0
 from fsdp_magic.engine.parallel.unfit import refuse_unfit_when_whole
 from fsdp_magic.engine.parallel.whole_model import WholeModel
 from fsdp_magic.engine.parallel.wrapping import Units
@@ -57,6 +57,4 @@ def make_alike(module: nn.Module, *, name: str, world: World) -> list[str]:
     refuse_unfit_when_whole(module, name)
     module.to(world.device)
     named = [*module.named_parameters(), *module.named_buffers()]
-    if not take_from_rank_0(named, built=name, world=world):
-        return []
-    return [f"the ranks had built {name} differently; all have rank 0's weights now"]
+    return build_as_rank_0(named, name=name, world=world)

@@ -31,7 +31,7 @@ from fsdp_magic.engine.parallel.methods import (
     note_calls,
 )
 from fsdp_magic.engine.parallel.pretrained import MAPPED
-from fsdp_magic.engine.parallel.rank_zero import take_from_rank_0
+from fsdp_magic.engine.parallel.rank_zero import build_as_rank_0
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unfit import refuse_lossy
 from fsdp_magic.engine.parallel.unit_dtypes import of_one_dtype
@@ -173,8 +173,7 @@ def shard(
     move(module, world.device)
     named = [*module.named_parameters(), *module.named_buffers()]
     named = [(dotted, tensor) for dotted, tensor in named if not tensor.is_meta]
-    if take_from_rank_0(named, built=name, world=world):
-        model.notes.append(f"the ranks had built {name} differently; all have rank 0's weights now")
+    model.notes += build_as_rank_0(named, name=name, world=world)
     for parameter in module.parameters():
         if not parameter.is_meta and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

@@ -42,6 +42,24 @@ def take_from_rank_0(named: Named, *, built: str, world: World) -> bool:
     return True
 
 
+def build_as_rank_0(named: Named, *, name: str, world: World) -> list[str]:
+    """Give every rank rank 0's weights and buffers of a model, if they differ.
+
+    Collective: every rank must call this.
+
+    Args:
+        named: tensors by name, whole on every rank.
+        name: of the model.
+        world: the ranks.
+
+    Returns:
+        A sentence, if they differed.
+    """
+    if not take_from_rank_0(named, built=name, world=world):
+        return []
+    return [f"the ranks had built {name} differently; all have rank 0's weights now"]
+
+
 def _refuse_other_shapes(model: str, ranks: list[list[tuple[Any, ...]]]) -> None:
     """Raise, naming the first difference, if ranks built models of different structure."""
     for rank, tensors in enumerate(ranks):

@@ -12,6 +12,7 @@ import io
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import Any, BinaryIO, Literal
 
 from fsdp_magic.core.channel import Frames, framed
@@ -31,6 +32,9 @@ def main() -> None:
     sys.stdout, sys.stderr = _Printed("stdout", answers), _Printed("stderr", answers)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a card that is here is somebody else's business
     answer = _answer(request)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # whatever the cell has put in its place
+            stream.flush()
     _send(answers, answer)
     os._exit(0)  # threads that the cell left must not keep it
 
@@ -87,6 +91,7 @@ class _Printed(io.TextIOBase):
         self._stream = stream
         self._answers = answers
         self._lock = threading.Lock()
+        self._waiting = ""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -100,12 +105,19 @@ class _Printed(io.TextIOBase):
         return 2
 
     def write(self, text: str) -> int:
-        """Send text to the kernel."""
-        if text:
-            sent = text.encode(errors="backslashreplace").decode()
-            with self._lock:
-                _send(self._answers, TracePrinted(stream=self._stream, text=sent))
+        """Send lines to the kernel; what is no whole line waits."""
+        with self._lock:
+            self._waiting += text.encode(errors="backslashreplace").decode()
+        if "\n" in text or "\r" in text:
+            self.flush()
         return len(text)
+
+    def flush(self) -> None:
+        """Send what waits."""
+        with self._lock:
+            text, self._waiting = self._waiting, ""
+            if text:
+                _send(self._answers, TracePrinted(stream=self._stream, text=text))
 
 
 if __name__ == "__main__":

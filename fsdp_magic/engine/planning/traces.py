@@ -16,6 +16,7 @@ from fsdp_magic.core.planning.step_trace import (
     StepTrace,
 )
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
+from fsdp_magic.engine.planning.files_read import FilesRead
 from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
 from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
 from fsdp_magic.engine.planning.tracing import trace_step
@@ -25,6 +26,7 @@ from fsdp_magic.engine.planning.weightless import make_fake, weightless
 def traced(request: TraceRequest) -> TraceReport:
     """Run and trace a cell."""
     started = time.monotonic()
+    files = FilesRead()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with cards_are_the_host(), NoCard():
         with weights_stay_in_files(), weightless(fake):
@@ -34,7 +36,10 @@ def traced(request: TraceRequest) -> TraceReport:
         with fake:
             traces = traces_of(program, request.variants, wraps=request.wraps)
     return TraceReport(
-        traces=traces, seconds=time.monotonic() - started, notes=tuple(program.notes)
+        traces=traces,
+        seconds=time.monotonic() - started,
+        notes=tuple(program.notes),
+        files=files.report(),
     )
 
 
