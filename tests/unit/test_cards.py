@@ -18,7 +18,7 @@ from fsdp_magic.core.planning.device import (
 from fsdp_magic.core.planning.overlay import Setting
 from fsdp_magic.core.planning.roofline import traffic_of
 from fsdp_magic.core.planning.step_trace import Size
-from fsdp_magic.core.units import GIB, MIB
+from fsdp_magic.core.units import GIB
 
 
 @pytest.mark.parametrize(
@@ -142,5 +142,6 @@ def test_without_speeds_the_strategy_shown_is_that_of_most_samples_without_offlo
     names = ("ddp", "full_shard", "full_shard+cpu_offload")
     assert memory_plan(*names).recommended == "full_shard"
     assert memory_plan(*names[::2]).recommended == "ddp"
-    tight = device(capacity_bytes=memory_plan(*names).peak_bytes("full_shard+cpu_offload", 1) + MIB)
+    least = memory_plan(*names).peak_bytes("full_shard+cpu_offload", 1)
+    tight = device(kind="cpu", capacity_bytes=least)
     assert memory_plan(*names, device=tight).recommended == "full_shard+cpu_offload"
