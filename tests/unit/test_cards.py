@@ -117,6 +117,13 @@ def test_strategies_are_ranked_by_time_per_sample_and_only_where_a_card_is_known
     assert plan.recommended == order[0]
 
 
+def test_of_two_that_compute_alike_the_one_that_sends_less_is_ahead() -> None:
+    plan = memory_plan("full_shard", "ddp", device=device(card=find_card("T4", what="")))
+    size = {"micro_batch_size": 4}
+    plan = memory_plan(strategies=plan.strategies, device=plan.device, **size)
+    assert plan.ranking() == {"ddp": 1, "full_shard": 2}
+
+
 def test_the_longest_of_computing_memory_and_link_is_what_limits() -> None:
     def limit(**changes: Size) -> str:
         plan = strategy_plan("full_shard", **changes)
