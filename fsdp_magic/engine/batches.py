@@ -10,7 +10,7 @@ import torch
 
 def sample_count(batch: Any) -> int | None:
     """Return the number of samples of a batch: dim 0 of its tensors, if they agree."""
-    lengths = {len(tensor) for tensor in _tensors(batch) if tensor.ndim > 0}
+    lengths = {len(tensor) for tensor in tensors(batch) if tensor.ndim > 0}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -27,18 +27,30 @@ def to_device(value: Any, device: torch.device) -> Any:
     return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a batch with every tensor in it changed; its structure is kept."""
     if isinstance(value, torch.Tensor):
-        return function(value)
+        return change(value)
     if isinstance(value, Mapping):
-        made = {key: mapped(item, function) for key, item in value.items()}
-        return made if type(value) is dict else _rebuilt(value, made)
+        changed = {key: mapped(item, change) for key, item in value.items()}
+        return changed if type(value) is dict else _rebuilt(value, changed)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, function) for item in value))
+        return type(value)(*(mapped(item, change) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(mapped(item, function) for item in value)
+        return type(value)(mapped(item, change) for item in value)
     return value
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
 
 
 def _rebuilt(value: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
@@ -47,14 +59,3 @@ def _rebuilt(value: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
         return type(value)(moved)  # type: ignore[call-arg]
     except TypeError:
         return moved
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
