@@ -82,6 +82,7 @@ class Passes:
         gc.disable()
         try:
             with (
+                known_values(),
                 self.tracker,
                 _marks(self._program.model, self._log, self._gradient),
                 _explained(self._log),
