@@ -195,7 +195,7 @@ def _resized(batch: Any, samples: int, b: int, *, tokens: int | None) -> Any:
             tensor = tensor[:, torch.arange(wanted) % length]
         return tensor
 
-    with no_dispatch():  # type: ignore[no-untyped-call]  # real samples, of which ids keep values
+    with no_dispatch():  # real samples, of which ids keep values
         return mapped(batch, resized)
 
 
