@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.batches import tensors
@@ -60,16 +60,21 @@ class Passes:
     Args:
         program: what is run.
         cast: parameters by name that are cast while a unit computes.
+        heads: names of the modules that are gathered.
 
     Attributes:
         tracker: counts.
     """
 
-    def __init__(self, program: Program, cast: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, program: Program, cast: Mapping[str, torch.Tensor], *, heads: Collection[str] = ()
+    ) -> None:
         model = program.model
         self._program = program
+        self._heads = heads
         self._log = Log()
-        self.tracker = Tracker(self._log, [*model.parameters(), *model.buffers()], cast=cast)
+        ignored = [*model.parameters(), *model.buffers()]
+        self.tracker = Tracker(self._log, ignored, cast=cast, is_cuda=program.is_cuda)
         self._cast = cast
         self._batch: Any = None
 
@@ -84,7 +89,7 @@ class Passes:
             with (
                 known_values(),
                 self.tracker,
-                _marks(self._program.model, self._log, self._gradient),
+                _marks(self._program.model, self._log, self._gradient, self._heads),
                 _explained(self._log),
             ):
                 yield
@@ -146,12 +151,15 @@ def _say_whose(events: list[Logged], number: int, name: str) -> None:
 
 @contextmanager
 def _marks(
-    model: nn.Module, log: Log, gradient: Callable[[str, nn.Parameter], None]
+    model: nn.Module,
+    log: Log,
+    gradient: Callable[[str, nn.Parameter], None],
+    heads: Collection[str],
 ) -> Iterator[None]:
     """Log inside where forwards begin and end, and where gradients arrive."""
     with contextlib.ExitStack() as hooks:
         for name, part in model.named_modules():
-            for handle in _ModuleMarks(name, log).register(part):
+            for handle in _ModuleMarks(name, log, is_head=name in heads).register(part):
                 hooks.callback(handle.remove)
         for name, p in model.named_parameters():
             if p.requires_grad:
@@ -168,9 +176,11 @@ class _ModuleMarks:
     Args:
         name: its dotted name.
         log: what is written to.
+        is_head: whether it is gathered, so that it matters when its inputs have their gradients.
     """
 
-    def __init__(self, name: str, log: Log) -> None:
+    def __init__(self, name: str, log: Log, *, is_head: bool) -> None:
+        self._is_head = is_head
         self._name = name
         self._log = log
         self._before: list[str] = []
@@ -179,6 +189,8 @@ class _ModuleMarks:
     def register(self, module: nn.Module) -> Iterator[Any]:
         """Yield the handles of the hooks that do it."""
         yield module.register_forward_pre_hook(self._begins, prepend=True)
+        if self._is_head:
+            yield module.register_forward_pre_hook(self._watch_inputs, with_kwargs=True)
         # a computation done again stops by an exception as soon as it has what backward needs
         yield module.register_forward_hook(self._ends, always_call=True)
 
@@ -187,6 +199,25 @@ class _ModuleMarks:
         self._before.append(log.place)
         log.place = self._name
         log.mark("recompute" if log.is_backward else "forward", self._name)
+
+    def _watch_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Give a module aliases of its inputs, whose gradients tell when they are there.
+
+        FSDP2 puts a node there too, which begins to reduce a unit
+        (``_register_post_backward_hook`` of _fsdp_param_group.py).
+        """
+        if self._log.is_backward or not torch.is_grad_enabled():
+            return None
+        return tree_map(self._alias, (args, kwargs))
+
+    def _alias(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        alias = value.view_as(value)
+        alias.register_hook(  # type: ignore[no-untyped-call]
+            lambda _: self._log.mark("inputs_backward", self._name)
+        )
+        return alias
 
     def _ends(self, _module: nn.Module, _args: Any, output: Any) -> None:
         log = self._log

@@ -55,9 +55,11 @@ def trace_step(
     """
     model = program.model
     units = units_of(model, wraps[0])
+    named = {rule: _named_units(model, rule) for rule in wraps}
     with computing_as(model, variant, units) as spec:
         cast = {n: p for n, p in model.named_parameters() if _is_cast(model, p, spec)}
-        small, large, standing = _passes(program, cast)
+        heads = {name for cut in named.values() for unit in cut for name in unit}
+        small, large, standing = _passes(program, cast, heads)
     sizes = (small.samples, large.samples)
     done = small.operations, large.operations
     return StepTrace(
@@ -65,7 +67,7 @@ def trace_step(
         modules=_modules(model),
         micro_step=aligned(small, large),
         optimizer=optimizer,
-        units={rule: _named_units(model, rule) for rule in wraps},
+        units=named,
         precision=variant.precision,
         activation_checkpointing=variant.activation_checkpointing,
         standing=(*_buffers(model), *standing),
@@ -75,10 +77,10 @@ def trace_step(
 
 
 def _passes(
-    program: Program, cast: dict[str, nn.Parameter]
+    program: Program, cast: dict[str, nn.Parameter], heads: Collection[str]
 ) -> tuple[Pass, Pass, tuple[Allocated, ...]]:
     """Return a pass of each batch size that are alike, and what earlier ones left for good."""
-    passes = Passes(program, cast)
+    passes = Passes(program, cast, heads=heads)
     before: list[Pass] = []
     with passes.running():
         small, large = (passes.run(size) for size in BATCH_SIZES)

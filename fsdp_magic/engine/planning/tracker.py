@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_magic.core.planning.step_trace import Freed, Kind, Mark, Reached
+from fsdp_magic.engine.planning.cpu_convolutions import CONVOLUTIONS, moments_of
 from fsdp_magic.engine.planning.in_place import takes_place_of_first, uses_when_alone
 from fsdp_magic.engine.planning.operations import Operations
 
@@ -97,6 +98,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ignored: tensors that are there before, and are not counted.
         cast: names of those that are cast while a unit computes: a copy in another dtype is of
             kind ``gathered``, and its place is the name.
+        is_cuda: whether operators are CUDA's.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ignored: Iterable[torch.Tensor],
         *,
         cast: Mapping[str, torch.Tensor] | None = None,
+        is_cuda: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
@@ -113,6 +116,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cast = {t.untyped_storage()._cdata: name for name, t in (cast or {}).items()}
         self._next = 0
         self._is_paused = False
+        self._is_cuda = is_cuda
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -232,12 +236,25 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add_copy(args[0], out)
         if in_place:
             self._replace(args[0], out)
+        if func in CONVOLUTIONS and not self._is_cuda:
+            for part, copied in moments_of(func, args, out):
+                self._take_for_a_moment(copied, tuple(part.shape), name)
+                self.add(part, name)
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 self.add(leaf, name)
         self.log.operations.count(func, args, kwargs, out)
         return out
+
+    def _take_for_a_moment(self, size: int, shape: tuple[int, ...], operator: str) -> None:
+        number = self._next
+        self._next += 1
+        place = self.log.place
+        self.log.events += [
+            Taken(number, size, shape, "temporary", place, operator),
+            Freed(number),
+        ]
 
     def _add_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
         """Count a copy as that of a parameter, if it is one."""
