@@ -10,7 +10,7 @@ import torch
 
 def sample_count(batch: Any) -> int | None:
     """Return the number of samples of a batch: dim 0 of its tensors, if they agree."""
-    lengths = {len(tensor) for tensor in _tensors(batch) if tensor.ndim > 0}
+    lengths = {len(tensor) for tensor in tensors(batch) if tensor.ndim > 0}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -41,20 +41,21 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+
+
 def _rebuilt(value: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
     """Return a mapping of the same class (a BatchEncoding, say); a dict if it cannot be made."""
     try:
         return type(value)(moved)  # type: ignore[call-arg]
     except TypeError:
         return moved
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -1,196 +1,162 @@
 """ENGINE: a micro-step of a fake model traced at two batch sizes, as ``core.planning`` wants it.
 
 The first pass runs a small batch, the second a larger one in the same variables: what the first
-left is freed in the second, as it is in every later micro-step. Both allocate the same in the
-same order, so each allocation is a polynomial in the batch size: constant if no dim of its shape
-changed, linear if one did, quadratic if two did.
+left is freed in the second, as it is in every later micro-step. If they differ, because a first
+forward makes what later ones keep, two more are run.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.planning.requests import TraceVariant
 from fsdp_magic.core.planning.step_trace import (
     Allocated,
-    Event,
-    Freed,
     OptimizerTrace,
     Size,
     StepTrace,
     TracedModule,
     TracedParameter,
 )
+from fsdp_magic.core.specs import ModelSpec
+from fsdp_magic.engine.parallel import precision
 from fsdp_magic.engine.parallel.wrapping import units_of
-from fsdp_magic.engine.planning.tracker import Log, Logged, Taken, Tracker
+from fsdp_magic.engine.planning.alignment import aligned, differing, first_difference, linear
+from fsdp_magic.engine.planning.passes import Pass, Passes, Program
+from fsdp_magic.engine.planning.tracker import Taken
+from fsdp_magic.engine.planning.variants import computing_as
 
 BATCH_SIZES = (2, 4)
 """Samples of the two passes. Source: one is special to many operators, which broadcast it."""
 
 
 def trace_step(
-    model: nn.Module,
-    forward: Callable[[int], torch.Tensor],
+    program: Program,
     *,
+    variant: TraceVariant = TraceVariant(),  # noqa: B008
     wraps: Sequence[str] = ("blocks",),
     optimizer: OptimizerTrace,
+    trained: Collection[int] | None = None,
 ) -> StepTrace:
     """Trace a micro-step of a model whose parameters are fake.
 
     Args:
-        model: of fake tensors; called within a ``FakeTensorMode``.
-        forward: runs the cell for a number of samples, and returns its loss.
+        program: of fake tensors; this is called within its ``FakeTensorMode``.
+        variant: how the model computes.
         wraps: rules whose units are wanted.
         optimizer: what its optimizers take.
+        trained: ids of the parameters that an optimizer holds; None: all that require a gradient.
 
     Raises:
-        FsdpError: if the two passes do not allocate the same in the same order.
+        FsdpError: if passes do not allocate the same in the same order, or a value is asked for.
     """
-    small, large = _passes(model, forward)
-    names = {id(p): n for n, p in model.named_parameters()}
-    modules = {
+    model = program.model
+    units = units_of(model, wraps[0])
+    with computing_as(model, variant, units) as spec:
+        cast = {n: p for n, p in model.named_parameters() if _is_cast(model, p, spec)}
+        small, large, standing = _passes(program, cast)
+    sizes = (small.samples, large.samples)
+    done = small.operations, large.operations
+    return StepTrace(
+        parameters=_parameters(model, spec, trained),
+        modules=_modules(model),
+        micro_step=aligned(small, large),
+        optimizer=optimizer,
+        units={rule: _named_units(model, rule) for rule in wraps},
+        precision=variant.precision,
+        activation_checkpointing=variant.activation_checkpointing,
+        standing=(*_buffers(model), *standing),
+        flops=linear(done[0].flops, done[1].flops, sizes),
+        moved=linear(done[0].moved, done[1].moved, sizes),
+    )
+
+
+def _passes(
+    program: Program, cast: dict[str, nn.Parameter]
+) -> tuple[Pass, Pass, tuple[Allocated, ...]]:
+    """Return a pass of each batch size that are alike, and what earlier ones left for good."""
+    passes = Passes(program, cast)
+    before: list[Pass] = []
+    with passes.running():
+        small, large = (passes.run(size) for size in BATCH_SIZES)
+        if first_difference(small, large) is not None:
+            before = [small, large]
+            small, large = (passes.run(size) for size in BATCH_SIZES)
+            parted = first_difference(small, large)
+            if parted is not None:
+                raise differing(small, large, parted)
+        living = passes.tracker.living()
+    kept = [
+        event
+        for run in before
+        for event in run.events
+        if isinstance(event, Taken) and event.id in living
+    ]
+    standing = (
+        Allocated(-1 - n, Size(float(e.bytes)), "buffer", e.place, e.operator)
+        for n, e in enumerate(kept)
+    )
+    return small, large, tuple(standing)
+
+
+def _is_cast(model: nn.Module, parameter: nn.Parameter, spec: ModelSpec) -> bool:
+    """Return whether a parameter is cast while its unit computes."""
+    dtype = precision.compute_dtype(spec)
+    if dtype is None or not parameter.is_floating_point() or parameter.dtype == dtype:
+        return False
+    if parameter.ndim == 0 or parameter.numel() == 0:
+        return False
+    return parameter not in precision.kept_as_made(model, spec)
+
+
+def _parameters(
+    model: nn.Module, spec: ModelSpec, trained: Collection[int] | None
+) -> dict[str, TracedParameter]:
+    dtype = precision.compute_dtype(spec)
+    as_made = precision.kept_as_made(model, spec)
+
+    def traced(name: str, p: nn.Parameter) -> TracedParameter:
+        casts = dtype is not None and p.is_floating_point() and p not in as_made and p.ndim > 0
+        return TracedParameter(
+            name=name,
+            shape=tuple(p.shape),
+            element_bytes=p.element_size(),
+            compute_bytes=dtype.itemsize if casts and dtype is not None else p.element_size(),
+            trained=p.requires_grad and (trained is None or id(p) in trained),
+            whole=p.ndim == 0 or p.numel() == 0 or p in as_made,
+        )
+
+    return {name: traced(name, p) for name, p in model.named_parameters()}
+
+
+def _modules(model: nn.Module) -> dict[str, TracedModule]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
         name: TracedModule(
             class_name=type(part).__name__,
             parameters=tuple(names[id(p)] for p in part.parameters(recurse=False)),
         )
         for name, part in model.named_modules()
     }
+
+
+def _named_units(model: nn.Module, rule: str) -> tuple[tuple[str, ...], ...]:
     dotted = {id(part): name for name, part in model.named_modules()}
-    return StepTrace(
-        parameters={n: _parameter(n, p) for n, p in model.named_parameters()},
-        modules=modules,
-        micro_step=_aligned(small, large),
-        optimizer=optimizer,
-        units={
-            rule: tuple(tuple(dotted[id(m)] for m in unit) for unit in units_of(model, rule))
-            for rule in wraps
-        },
-    )
+    return tuple(tuple(dotted[id(m)] for m in unit) for unit in units_of(model, rule))
 
 
-def _parameter(name: str, p: nn.Parameter) -> TracedParameter:
-    size = p.element_size()
-    return TracedParameter(
-        name=name,
-        shape=tuple(p.shape),
-        element_bytes=size,
-        compute_bytes=size,
-        trained=p.requires_grad,
-        whole=p.ndim == 0,
-    )
-
-
-def _passes(
-    model: nn.Module, forward: Callable[[int], torch.Tensor]
-) -> tuple[list[Logged], list[Logged]]:
-    """Return the logs of a pass at each batch size."""
-    log = Log()
-    logs = []
-    with Tracker(log, [*model.parameters(), *model.buffers()]), _marks(model, log):
-        for size in BATCH_SIZES:
-            log.events = []
-            log.place, log.kind = "", "activation"
-            loss = forward(size)
-            log.mark("backward")
-            log.place, log.kind = "", "temporary"
-            loss.backward()  # type: ignore[no-untyped-call]
-            del loss
-            log.mark("micro_step_end")
-            logs.append(log.events)
-        log.events = []
-    return logs[0], logs[1]
-
-
-@contextmanager
-def _marks(model: nn.Module, log: Log) -> Iterator[None]:
-    """Log inside where forwards begin and end, and where gradients arrive."""
-    names = {id(part): name for name, part in model.named_modules()}
-    parameters = {id(p): name for name, p in model.named_parameters()}
-    stack: list[str] = []
-
-    def before(part: nn.Module, _: Any) -> None:
-        stack.append(names[id(part)])
-        log.place = stack[-1]
-        log.mark("forward" if log.kind == "activation" else "recompute", stack[-1])
-
-    def after(_part: nn.Module, _: Any, output: Any) -> None:
-        name = stack.pop()
-        log.place = stack[-1] if stack else ""
-        log.mark("forward_end" if log.kind == "activation" else "recompute_end", name)
-        if log.kind != "activation":
-            return
-        for leaf in tree_leaves(dict(output) if hasattr(output, "to_tuple") else output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _: arrives(name))  # type: ignore[no-untyped-call]
-
-    def arrives(name: str) -> None:
-        log.place = name
-        log.mark("module_backward", name)
-
-    def complete(parameter: nn.Parameter) -> None:
-        log.mark("gradient", parameters[id(parameter)])
-        parameter.grad = None
-
-    with contextlib.ExitStack() as hooks:
-        for part in model.modules():
-            hooks.callback(part.register_forward_pre_hook(before).remove)
-            hooks.callback(part.register_forward_hook(after).remove)
-        for p in model.parameters():
-            if p.requires_grad:
-                handle = p.register_post_accumulate_grad_hook(complete)  # type: ignore[no-untyped-call]
-                hooks.callback(handle.remove)
-        yield
-
-
-def _aligned(small: list[Logged], large: list[Logged]) -> tuple[Event, ...]:
-    """Return the second pass, its sizes as polynomials.
-
-    Raises:
-        FsdpError: if the passes differ in more than sizes.
-    """
-    taken_small = [e for e in small if isinstance(e, Taken)]
-    taken_large = [e for e in large if isinstance(e, Taken)]
-    same = len(taken_small) == len(taken_large) and all(
-        a.operator == b.operator and a.place == b.place
-        for a, b in zip(taken_small, taken_large, strict=True)
-    )
-    if not same:
-        raise FsdpError("the two passes differ")
-    number = {e.id: n for n, e in enumerate(taken_large)}
-    carried = {e.id: n for n, e in enumerate(taken_small)}
-    events: list[Event] = []
-    sizes = iter(zip(taken_small, taken_large, strict=True))
-    for event in large:
-        if isinstance(event, Taken):
-            events.append(
-                Allocated(
-                    number[event.id], _size(*next(sizes)), event.kind, event.place, event.operator
-                )
-            )
-        elif not isinstance(event, Freed):
-            events.append(event)
-        elif event.id in number:
-            events.append(Freed(number[event.id]))
-        elif event.id in carried:
-            events.append(Freed(carried[event.id], carried=True))
-    return tuple(events)
-
-
-def _size(small: Taken, large: Taken) -> Size:
-    """Return the polynomial that two sizes are on."""
-    first, second = BATCH_SIZES
-    if small.bytes == large.bytes:
-        return Size(float(large.bytes))
-    changed = sum(a != b for a, b in zip(small.shape, large.shape, strict=False))
-    if changed >= 2:
-        pair = (large.bytes - small.bytes) / (second**2 - first**2)
-        return Size(small.bytes - pair * first**2, 0.0, pair)
-    slope = (large.bytes - small.bytes) / (second - first)
-    return Size(small.bytes - slope * first, slope)
+def _buffers(model: nn.Module) -> list[Allocated]:
+    """Return the buffers of a model, each storage once; negative numbers beyond other ones."""
+    seen: set[int] = {p.untyped_storage()._cdata for p in model.parameters()}
+    buffers: list[Allocated] = []
+    for name, buffer in model.named_buffers():
+        storage: torch.UntypedStorage = buffer.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            number = -1_000_000 - len(buffers)
+            size = Size(float(storage.nbytes()))
+            buffers.append(Allocated(number, size, "buffer", name.rpartition(".")[0], "buffer"))
+    return buffers

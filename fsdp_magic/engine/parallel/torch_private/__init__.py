@@ -15,6 +15,7 @@ from fsdp_magic.engine.parallel.torch_private.backward import (
     forget_iteration,
     is_in_backward,
     reduce_what_came_late,
+    run_backward,
 )
 from fsdp_magic.engine.parallel.torch_private.composable import (
     put_state_reference,
@@ -89,6 +90,7 @@ __all__ = [
     "put_state_reference",
     "read_scalars_whole",
     "reduce_what_came_late",
+    "run_backward",
     "set_divide_factor",
     "settle_root",
     "shard_like",

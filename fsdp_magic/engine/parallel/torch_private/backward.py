@@ -16,6 +16,22 @@ BACKWARD_FUNCTION = "_engine_run_backward"
 """The function that the main thread is in while a backward runs (torch/autograd/graph.py)."""
 
 
+def run_backward(loss: torch.Tensor) -> None:
+    """Run backward with every mode still on, also for what is computed again in it.
+
+    ``Tensor.backward`` is a function of torch, so a torch function mode is off while it runs.
+    """
+    torch.autograd.graph._engine_run_backward(
+        (loss,),
+        (torch.ones_like(loss),),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
 def forget_iteration(model: nn.Module) -> None:
     """Forget a forward or backward that an exception ended.
 

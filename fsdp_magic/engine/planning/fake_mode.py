@@ -1,0 +1,118 @@
+"""ENGINE: tensors without memory, of which small ones that are not random keep their values.
+
+``FakeTensorMode`` gives tensors shapes and nothing else. Models look at a few values: whether a
+mask masks anything, whether positions are those of packed sequences. Their masks and positions
+come from ``arange``, ``ones`` and the like, so those are computed, and what follows from them
+alone. Whatever else is asked for its value raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+from fsdp_magic.engine.batches import mapped
+
+_ATEN = torch.ops.aten
+_MOST_ELEMENTS = 2**18
+"""Of a tensor whose values are kept: those of a batch of ids, not of weights."""
+_MAKERS = frozenset(
+    {
+        _ATEN.arange.default,
+        _ATEN.arange.start,
+        _ATEN.arange.start_step,
+        _ATEN.zeros.default,
+        _ATEN.ones.default,
+        _ATEN.full.default,
+        _ATEN.scalar_tensor.default,
+        _ATEN.eye.default,
+        _ATEN.eye.m,
+        _ATEN.tril_indices.default,
+        _ATEN.triu_indices.default,
+    }
+)
+_ALIKE: Mapping[Any, Any] = {
+    _ATEN.zeros_like.default: lambda out, _: torch.zeros(out.shape, dtype=out.dtype),
+    _ATEN.ones_like.default: lambda out, _: torch.ones(out.shape, dtype=out.dtype),
+    _ATEN.full_like.default: lambda out, args: torch.full(out.shape, args[1], dtype=out.dtype),
+    _ATEN.new_zeros.default: lambda out, _: torch.zeros(out.shape, dtype=out.dtype),
+    _ATEN.new_ones.default: lambda out, _: torch.ones(out.shape, dtype=out.dtype),
+    _ATEN.new_full.default: lambda out, args: torch.full(out.shape, args[2], dtype=out.dtype),
+}
+
+
+class PlanningMode(FakeTensorMode):
+    """Makes every tensor fake inside, and keeps what values can be known."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return no: nothing is compiled, and to look for that at each operator takes long."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on shapes, and on values if it makes a small tensor of known ones."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _MAKERS and self._is_kept(out):
+            self._keep(out, func, args, {**(kwargs or {}), "device": "cpu", "pin_memory": False})
+        elif func in _ALIKE and self._is_kept(out):
+            self._keep(out, _ALIKE[func], (out, args), {})
+        return out
+
+    def _is_kept(self, out: Any) -> bool:
+        """Return whether values are kept: of integers, and of matrices, such as masks."""
+        if type(out) is not FakeTensor or out.constant is not None:
+            return False
+        return out.numel() <= _MOST_ELEMENTS and (not out.dtype.is_floating_point or out.ndim > 1)
+
+    def _keep(self, out: FakeTensor, make: Any, args: Any, kwargs: Any) -> None:
+        with no_dispatch():  # type: ignore[no-untyped-call]
+            out.constant = make(*args, **kwargs)
+        self.fake_tensor_converter.add_constant_storage_mapping(out)
+
+    def with_values(self, value: Any) -> Any:
+        """Return a batch of real tensors as fake ones, small integers with their values."""
+        return mapped(value, self._with_value)
+
+    def _with_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake: FakeTensor = self.from_tensor(tensor)
+        if not tensor.is_floating_point() and tensor.numel() <= _MOST_ELEMENTS:
+            fake.constant = tensor.detach().cpu()
+            self.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake
+
+
+@contextmanager
+def known_values() -> Iterator[None]:
+    """Let what follows from known values be known inside, and models ask for it.
+
+    Source: ``CONSTANT_NUMEL_LIMIT`` in torch/_subclasses/fake_tensor.py, and ``is_tracing`` in
+    transformers/utils/import_utils.py, which takes every fake tensor for one without values.
+    """
+    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
+    library: Any = sys.modules.get("transformers.utils.import_utils")
+    is_fake = getattr(library, "is_fake_tensor", None)
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _MOST_ELEMENTS
+    if is_fake is not None:
+        library.is_fake_tensor = _is_without_value
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        if is_fake is not None:
+            library.is_fake_tensor = is_fake
+
+
+def _is_without_value(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.constant is None
