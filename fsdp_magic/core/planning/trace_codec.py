@@ -7,7 +7,7 @@ ever made of one. Whoever reads must be the same version as who wrote.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fsdp_magic.core.planning import step_trace
@@ -68,15 +68,16 @@ def decoded(value: Any) -> Any:
     make = _MAKERS.get(tag)
     if make is None:
         raise ValueError(f"{tag!r} is no record of a trace")
-    return make(*map(decoded, parts))
+    return make(map(decoded, parts))
 
 
 def _maker(kind: type[Any]) -> Callable[..., Any]:
     names = fields_of(kind)
     if not dataclasses.is_dataclass(kind):
-        return kind
+        exactly: Callable[..., Any] = kind._make
+        return exactly
 
-    def make(*values: Any) -> Any:
+    def make(values: Iterable[Any]) -> Any:
         return kind(**dict(zip(names, values, strict=True)))
 
     return make

@@ -47,7 +47,8 @@ class WholeOverlay(Overlay):
         reduction.finish()
 
     def _new_reduction(self, parameters: Sequence[TracedParameter]) -> BucketReduction:
-        present = [p for p in parameters if p.name in self._order()]
+        order = self._order()
+        present = [p for p in parameters if p.name in order]
         return BucketReduction(self.ledger, present, number=self.step)
 
     def _arriving(self) -> list[TracedParameter]:

@@ -19,6 +19,8 @@ from fsdp_magic.engine.tracebacks import is_persons
 _HERE = torch.device("cpu")
 _KEPT = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 """What only moves a tensor."""
+_PLACE_OF_DEVICE = {"to": 1, "_parse_to": 0}
+"""Where an index of a card may stand; the second is what ``Module.to`` reads its arguments with."""
 
 
 class NoCard(TorchFunctionMode):
@@ -29,12 +31,15 @@ class NoCard(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch."""
         kwargs = kwargs or {}
+        if func is torch.device:  # it only names one
+            return func(*args, **kwargs)
         if func in _KEPT:
             return args[0]
         if any(map(_is_card, args)):
             args = tuple(_HERE if _is_card(value) else value for value in args)
-        elif func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
-            args = (args[0], _HERE, *args[2:])
+        place = _PLACE_OF_DEVICE.get(getattr(func, "__name__", ""), len(args))
+        if len(args) > place and type(args[place]) is int:
+            args = (*args[:place], _HERE, *args[place + 1 :])
         if "device" in kwargs and (_is_card(kwargs["device"]) or type(kwargs["device"]) is int):
             kwargs = {**kwargs, "device": _HERE}
         return func(*args, **kwargs)

@@ -1,0 +1,215 @@
+"""What a plan makes of a cell: large tensors without memory, cards that are not there, defaults."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.planning.batches import default_batch
+from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
+from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
+from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
+from fsdp_magic.engine.planning.weightless import make_fake, weightless
+
+HEAD = "import torch\nfrom torch import nn\nF = nn.functional\n"
+NET = "model = nn.Sequential(nn.Linear(4, 700_000), nn.Linear(700_000, 2))\n"
+BATCH = "def example_batch(b): return torch.zeros(b, 4), torch.zeros(b, dtype=torch.long)\n"
+LOSS = "def loss_fn(model, batch): return F.cross_entropy(model(batch[0]), batch[1])\n"
+
+
+@pytest.fixture(autouse=True)
+def _main_module_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell runs as ``__main__``; afterwards the tests' own is back."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
+def ran(cell: str, **options: Any) -> tuple[Described, FakeTensorMode]:
+    """Run a cell as the tracing process does, and return what it describes."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    code = textwrap.dedent(cell)
+    with cards_are_the_host(), NoCard(), weights_stay_in_files(), weightless(fake):
+        namespace = namespace_of_cell(code, "<%%fsdp_plan [1]>")
+    program = program_in(namespace, sequence_length=options.get("sequence_length"))
+    make_fake(program.model, program.optimizers, fake)
+    return program, fake
+
+
+def loss_of(program: Described, fake: FakeTensorMode, samples: int = 3) -> torch.Tensor:
+    with cards_are_the_host(), NoCard(), fake:
+        loss = program.loss_of(program.make_batch(samples))
+        loss.backward()
+    return loss
+
+
+def test_a_model_beyond_all_memory_is_built_and_trained() -> None:
+    cell = HEAD + "model = nn.Linear(1_000_000, 1_000_000)\n" + BATCH.replace("4", "1_000_000")
+    program, fake = ran(cell + LOSS)
+    loss_of(program, fake)
+    assert all(isinstance(p, FakeTensor) for p in program.model.parameters())
+    assert program.model.weight.grad.nbytes == 4 * 10**12
+
+
+def test_constructors_may_compute_with_what_is_small() -> None:
+    rates = "rates = [x.item() for x in torch.linspace(0, 1, 3)]\nassert rates[1] == 0.5\n"
+    program, fake = ran(HEAD + rates + NET + BATCH + LOSS)
+    assert loss_of(program, fake).shape == ()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        "model = model.to('cuda')",
+        "model.cuda()",
+        "model.to(torch.device('cuda', 0), torch.bfloat16).to(torch.float32)",
+        "torch.cuda.set_device(0); model.to(0)",
+        "assert torch.cuda.is_available() and torch.cuda.device_count() == 1",
+        "torch.set_default_device('cuda')",
+        "x = torch.zeros(3, device='cuda').pin_memory().cuda(non_blocking=True)",
+    ],
+)
+def test_a_cell_for_a_card_runs_without_one(move: str) -> None:
+    batch = BATCH.replace("4)", "4, device='cuda')").replace("long)", "long).cuda()")
+    program, fake = ran(HEAD + NET + move + "\n" + batch + LOSS)
+    loss_of(program, fake)
+    assert {p.device.type for p in program.model.parameters()} == {"cpu"}
+
+
+def test_afterwards_torch_is_as_it_was() -> None:
+    before = (torch.cuda.is_available, torch.set_default_device, nn.Module._apply, torch.load)
+    ran(HEAD + NET + BATCH + LOSS)
+    after = (torch.cuda.is_available, torch.set_default_device, nn.Module._apply, torch.load)
+    assert before == after
+
+
+def test_parameters_stay_those_of_the_optimizers_and_tied() -> None:
+    tied = "model[1].weight = nn.Parameter(model[0].weight.t()); model.again = model[0]\n"
+    groups = "optimizer = torch.optim.SGD([{'params': [p]} for p in model.parameters()], lr=1)\n"
+    program, _ = ran(HEAD + NET + tied + groups + BATCH + LOSS)
+    (optimizer,) = program.optimizers
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [id(p) for p in held] == [id(p) for p in program.model.parameters()]
+    assert len(held) == 4
+
+
+def test_without_an_optimizer_it_is_adamw_and_says_so() -> None:
+    program, _ = ran(HEAD + NET + BATCH + LOSS)
+    assert [type(o) for o in program.optimizers] == [torch.optim.AdamW]
+    assert any("AdamW" in note for note in program.notes)
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        ("net = nn.Linear(2, 2)", "binds no `model`; add: model = net"),
+        ("x = 1", "add: model = AutoModelForCausalLM.from_config(config)"),
+        ("model = 'gpt2'", "`model` is a str; the cell of a plan binds a torch.nn.Module"),
+        (NET, "def example_batch(b)"),
+        (NET + BATCH, "def loss_fn(model, batch)"),
+        (NET + BATCH + "loss_fn = 3", "`loss_fn` is a int; it is a function, called as loss_fn("),
+        (NET + BATCH + LOSS + "model.requires_grad_(False)", "nothing to train"),
+        ("!pip list\n" + NET, "line 4 is a magic or a command"),
+        (NET + "%matplotlib inline", "is a magic or a command"),
+    ],
+)
+def test_a_cell_that_lacks_something_is_told_what_to_write(cell: str, says: str) -> None:
+    with pytest.raises(FsdpError) as caught:
+        ran(HEAD + cell)
+    assert says in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        ("model(batch[0])", "must have one element"),
+        ("None", "end it with: return loss"),
+        ("model(batch[0]).mean().detach()", "does not require grad"),
+    ],
+)
+def test_a_loss_that_is_none_is_told_so(loss_fn: str, says: str) -> None:
+    program, fake = ran(HEAD + NET + BATCH + f"def loss_fn(model, batch): return {loss_fn}")
+    with pytest.raises(FsdpError, match=says):
+        loss_of(program, fake)
+
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = transformers.BertConfig(**TINY, intermediate_size=16, vocab_size=50)
+GPT2 = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=32)
+T5 = transformers.T5Config(
+    d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=50, n_positions=32
+)
+T5.decoder_start_token_id = T5.pad_token_id = 0
+VIT = transformers.ViTConfig(**TINY, intermediate_size=16, image_size=32, patch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (transformers.AutoModelForCausalLM, {"input_ids": (3, 7), "labels": (3, 7)}),
+        (transformers.AutoModelForSequenceClassification, {"labels": (3,)}),
+        pytest.param(
+            transformers.AutoModelForTokenClassification,
+            {"labels": (3, 7)},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            transformers.AutoModelForMaskedLM,
+            {"attention_mask": (3, 7), "labels": (3, 7)},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            transformers.AutoModelForQuestionAnswering,
+            {"start_positions": (3,)},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            transformers.AutoModelForMultipleChoice,
+            {"input_ids": (3, 2, 7), "labels": (3,)},
+            marks=pytest.mark.nightly,
+        ),
+        (transformers.AutoModelForSeq2SeqLM, {"input_ids": (3, 7), "labels": (3, 7)}),
+        (transformers.AutoModelForImageClassification, {"pixel_values": (3, 3, 32, 32)}),
+    ],
+)
+def test_models_of_transformers_have_a_batch_and_a_loss(model: Any, shapes: dict[str, Any]) -> None:
+    configs = {"CausalLM": GPT2, "Seq2SeqLM": T5, "ImageClassification": VIT}
+    config = next((c for word, c in configs.items() if model.__name__.endswith(word)), BERT)
+    built = model.from_config(config)
+    batch = default_batch(built, 7).make(3)
+    assert {name: tuple(batch[name].shape) for name in shapes} == shapes
+    assert built(**batch).loss.requires_grad
+
+
+def test_the_length_of_samples_is_the_models_own_and_said() -> None:
+    batch = default_batch(transformers.AutoModelForCausalLM.from_config(GPT2), None)
+    assert batch.make(1)["input_ids"].shape == (1, 32)
+    assert "each sample has 32 tokens, the most that GPT2LMHeadModel takes" in batch.note
+
+
+def test_a_checkpoint_is_not_read(tmp_path: Any) -> None:
+    transformers.AutoModelForCausalLM.from_config(GPT2).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    cell = f"""
+    from transformers import AutoModelForSequenceClassification
+    model = AutoModelForSequenceClassification.from_pretrained(
+        {str(tmp_path)!r}, num_labels=5, dtype="bfloat16", attn_implementation="eager"
+    )
+    assert not model.training
+    model.config.pad_token_id = 0
+    """
+    before = transformers.PreTrainedModel.from_pretrained
+    try:
+        program, fake = ran(cell, sequence_length=5)
+    finally:
+        transformers.PreTrainedModel.from_pretrained = before
+    assert program.model.num_labels == 5
+    assert {p.dtype for p in program.model.parameters()} == {torch.bfloat16}
+    loss_of(program, fake)
