@@ -9,8 +9,9 @@ from pathlib import Path
 WHERE_KEY = "fsdp_magic.where"
 """The key of where a rank is in an ipyparallel data message."""
 
-STACK_SIGNAL = signal.SIGRTMIN + 7
-"""Lets an engine write its stack, also while C code holds the interpreter lock."""
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
+"""Lets an engine write its stack, also while C code holds the interpreter lock; only Linux has
+engines, but plans are made elsewhere, too."""
 
 
 def stack_file(directory: Path, rank: int) -> Path:

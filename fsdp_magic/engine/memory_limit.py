@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,6 +40,8 @@ def limited() -> Iterator[None]:
     if not _LIMIT:
         yield
         return
+    import resource  # here: plans are made on systems without it, too
+
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT[0], hard))
     try:

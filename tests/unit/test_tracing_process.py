@@ -57,11 +57,12 @@ def test_a_cell_is_planned_and_a_second_time_found(
 
 
 def test_an_interrupted_plan_leaves_nothing() -> None:
-    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    plan = fsdp_magic.plan  # imported before it can be interrupted
+    interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt, match="nothing was planned"):
-        fsdp_magic.plan("import time; time.sleep(60)", show=False)
+        plan("import time; time.sleep(60)", show=False)
     assert time.monotonic() - started < 5
     interrupt.join()
     assert not psutil.Process().children(recursive=True)
@@ -109,3 +110,33 @@ def test_it_does_not_outlive_the_notebook() -> None:
     kernel.kill()
     kernel.wait()
     tracer.wait(timeout=2)
+
+
+ELSEWHERE = """
+import os, signal, sys
+for module, names in (
+    (signal, ("SIGRTMIN", "SIGRTMAX", "pidfd_send_signal")),
+    (os, ("pidfd_open", "memfd_create", "sched_getaffinity", "MFD_CLOEXEC")),
+):
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+"""
+
+
+@pytest.mark.nightly
+def test_a_plan_is_made_on_systems_that_have_no_engines(tmp_path: Path) -> None:
+    """What macOS lacks of Linux is taken away."""
+    (tmp_path / "sitecustomize.py").write_text(ELSEWHERE)
+    Path("layers.txt").write_text("2")
+    script = f"import fsdp_magic; print(fsdp_magic.plan({CELL!r}, strategies=['ddp'], show=False))"
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=55,
+    )
+    assert "largest micro-batch ddp" in done.stdout, done.stderr
