@@ -86,7 +86,7 @@ def spec_of(
     strategy: str,
     variant: TraceVariant = TraceVariant(),
     *,
-    wrap: str = "blocks",  # noqa: B008
+    wrap: str = "blocks",
 ) -> ModelSpec:
     """Return the options of a strategy and a variant."""
     return ModelSpec(
