@@ -127,6 +127,11 @@ class Page:
         """Return what stands in a rank's slot for a vote; its number tells whether it came."""
         return Ballot.of(int(self._words[self._slot(rank, number)]))
 
+    def has_voted(self, rank: int, number: int) -> bool:
+        """Return whether a rank's ballot of a vote is there."""
+        word = self._words[self._slot(rank, number)]
+        return bool(word >> (FLAG_BITS + COUNT_BITS) == number)
+
     def clear_ballots(self, rank: int) -> None:
         """Forget a rank's votes, so that both sides of a recovery count from the start."""
         for parity in (0, 1):

@@ -35,7 +35,8 @@ def measure(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the 2-norm of the whole gradient, on the device.
 
-    Collective: every rank must call this.
+    Collective: every rank must call this. Nothing is sent where every rank has all of it, and
+    the same, as under ``ddp``.
 
     Args:
         parameters: sharded and whole ones.
@@ -45,6 +46,8 @@ def measure(
     Returns:
         The norm, and the weights of all ranks added up; 0-dim tensors, the same on every rank.
     """
+    if weight is None and _is_whole(parameters, world_size):
+        return _square([_local(p.grad) for p in parameters if p.grad is not None]).sqrt(), None
     square = square_of(parameters, world_size=world_size)
     if weight is None:
         dist.all_reduce(square)
@@ -124,6 +127,12 @@ def _copies(gradient: torch.Tensor, world_size: int) -> int:
     mesh = gradient.device_mesh
     sizes = [mesh.size(axis) for axis, p in enumerate(gradient.placements) if p.is_replicate()]
     return math.prod(sizes)
+
+
+def _is_whole(parameters: Sequence[torch.Tensor], world_size: int) -> bool:
+    """Return whether every rank has every gradient whole; the same on every rank."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return bool(gradients) and all(_copies(g, world_size) == world_size for g in gradients)
 
 
 def _square(gradients: list[torch.Tensor]) -> torch.Tensor:

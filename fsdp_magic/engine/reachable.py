@@ -8,7 +8,7 @@ which lead back to the namespace, are not entered.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +22,12 @@ _CLOSED = (
     torch.Tensor, torch.optim.Optimizer, str, bytes, int, float, complex, bool, range,
     torch.device, torch.dtype,
 )  # fmt: skip
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None), torch.Tensor, torch.nn.Parameter})
 _KEYS = (str, int, float, bool, tuple)
 """Keys that lead somewhere when they are typed; an optimizer's state has tensors for keys."""
+_Place = tuple[Any, str, Any]
+"""Where an object was found: the place of what holds it, and the text with the key in it; it
+becomes a name only where something was found."""
 
 
 def reachable(
@@ -40,19 +44,20 @@ def reachable(
     """
     if names is None:
         names = [name for name in namespace if not name.startswith("_")]
-    level = [(name, namespace[name]) for name in names if name in namespace]
-    found: dict[int, tuple[str, Kind]] = {}
+    level = [((None, "{}", name), namespace[name]) for name in names if name in namespace]
+    found: dict[int, tuple[_Place, Kind]] = {}
     seen: set[int] = set()
-    for _ in range(_DEPTH + 1):
-        below: list[tuple[str, Any]] = []
-        for dotted, value in level:
+    for depth in range(_DEPTH + 1):
+        below: list[tuple[_Place, Any]] = []
+        for place, value in level:
             if isinstance(value, kind):
-                found.setdefault(id(value), (dotted, value))
-            elif _is_open(value) and id(value) not in seen:
+                found.setdefault(id(value), (place, value))
+            elif depth < _DEPTH and id(value) not in seen and _is_open(value):
                 seen.add(id(value))
-                below += ((f"{dotted}{part}", item) for part, item in _parts(value))
+                text, items = _parts(value)
+                below += [((place, text, key), item) for key, item in items]
         level = below
-    return {dotted: item for dotted, item in found.values()}
+    return {_dotted(place): item for place, item in found.values()}
 
 
 def outermost(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
@@ -66,20 +71,28 @@ def outermost(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Modu
     return {name: module for name, module in modules.items() if id(module) not in inner}
 
 
+def _dotted(place: _Place) -> str:
+    owner, text, key = place
+    return ("" if owner is None else _dotted(owner)) + text.format(key)
+
+
 def _is_open(value: Any) -> bool:
-    return not isinstance(value, _CLOSED) and type(value).__module__.split(".")[0] not in _SHELL
+    kind = type(value)
+    if kind in _PLAIN:  # most of what there is
+        return False
+    return not isinstance(value, _CLOSED) and kind.__module__.partition(".")[0] not in _SHELL
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a value holds, with the text that leads there."""
+def _parts(value: Any) -> tuple[str, Iterable[tuple[Any, Any]]]:
+    """Return what a value holds by key or number, and the text that leads from it to a key."""
     if isinstance(value, Mapping):
         if len(value) <= _LONGEST:
-            items = [(key, item) for key, item in value.items() if isinstance(key, _KEYS)]
-            yield from ((f"[{key!r}]", item) for key, item in items)
+            return "[{!r}]", [pair for pair in value.items() if isinstance(pair[0], _KEYS)]
     elif isinstance(value, (list, tuple, set, frozenset)):
         if len(value) <= _LONGEST:
-            yield from ((f"[{index}]", item) for index, item in enumerate(list(value)))
+            return "[{!r}]", enumerate(list(value))
     else:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
-            yield from ((f".{key}", item) for key, item in list(attributes.items()))
+            return ".{}", list(attributes.items())
+    return "", ()

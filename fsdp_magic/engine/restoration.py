@@ -124,10 +124,11 @@ class Restoration:
         Returns:
             Sentences about what did not find its place.
         """
-        waiting, file, subjects = self._waiting, self._snapshots.file, self._snapshots.subjects()
-        self._waiting = None
+        self._snapshots.show_shards()
+        waiting, file, self._waiting = self._waiting, self._snapshots.file, None
         if waiting is None or file is None or waiting.number != self._snapshots.newest:
             return []
+        subjects = self._snapshots.subjects()
         there = waiting.there(subjects)
         if not there:  # what was built since is unlike it
             return []

@@ -7,7 +7,7 @@ number that all ranks have is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -133,7 +133,7 @@ class Snapshots:
 
     def parts(self, packer: Packer, subjects: Subjects) -> dict[str, Any]:
         """Return everything that training changes, as it is now, by the fields of ``Content``."""
-        _show_shards(self._keeper.models.values())
+        self.show_shards()
         return {
             "training": packer.pack(randomness.capture()),
             "scaler": self._keeper.scaler.state_dict(),
@@ -158,15 +158,14 @@ class Snapshots:
 
     def subjects(self) -> Subjects:
         """Return what training changes on this rank."""
-        _show_shards(self._keeper.models.values())
+        self.show_shards()
         return subjects_of(self._keeper.namespace, self._keeper.models)
 
-
-def _show_shards(models: Iterable[ShardedModel]) -> None:
-    """Have the parameters of models be their shards, also after a forward that gathered them."""
-    for model in models:
-        if model.alive:
-            model.reshard()
+    def show_shards(self) -> None:
+        """Have parameters of models be their shards, also after a forward that gathered them."""
+        for model in self._keeper.models.values():
+            if model.alive:
+                model.reshard()
 
 
 class RunSnapshots:

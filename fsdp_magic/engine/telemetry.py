@@ -24,6 +24,7 @@ from fsdp_magic.core.protocol import JoinRequest
 from fsdp_magic.core.telemetry import DeviceSample, MemorySample
 from fsdp_magic.engine.parallel.torch_private import storage_bytes
 from fsdp_magic.engine.processor import processor_name
+from fsdp_magic.engine.time_share import TimeShare
 
 _MARK_SECONDS = 0.1
 _FIRST_STEPS = 3
@@ -124,7 +125,7 @@ class MemoryWatch:
         self._lock = threading.Lock()
         self._marks = True
         self._steps = 0
-        self._marked_at = 0.0
+        self._marking = TimeShare(least_seconds=_MARK_SECONDS)
         self.count_optimizer_state()
         self._peak = self.now()
 
@@ -133,11 +134,12 @@ class MemoryWatch:
     def mark(self) -> None:
         """Look, where memory is at a height; on CUDA the allocator keeps its own peak.
 
-        On CPU a look costs up to half a millisecond (``mallinfo2`` walks every free chunk), so
-        the marks of a whole step count, or none do.
+        On CPU a look costs up to a millisecond (``mallinfo2`` walks every free chunk), so the
+        marks of a whole step count, or none do.
         """
         if self._marks and isinstance(_METER[0], CpuMeter):
-            self.look()
+            with self._marking.spending():
+                self.look()
 
     def mark_gradients(self) -> None:
         """Note that the gradients are there, and look; they are counted at the first time."""
@@ -174,11 +176,8 @@ class MemoryWatch:
         """Note that no gradient is left, and decide whether the next step's marks count."""
         self._gradient_bytes = 0
         self._steps += 1
-        now = time.monotonic()
         # the first steps always count: the optimizer's state comes in the first
-        self._marks = self._steps < _FIRST_STEPS or now - self._marked_at >= _MARK_SECONDS
-        if self._marks:
-            self._marked_at = now
+        self._marks = self._marking.is_due(time.monotonic()) or self._steps < _FIRST_STEPS
 
     # -- for any thread
 
@@ -200,7 +199,12 @@ class MemoryWatch:
 
     def peak(self) -> MemorySample:
         """Return the moment with the most allocated, with the true peak of the allocator."""
-        return replace(self._peak, peak_allocated_bytes=memory().peak_allocated_bytes)
+        return self.now_and_peak()[1]
+
+    def now_and_peak(self) -> tuple[MemorySample, MemorySample]:
+        """Return this moment, and that with the most allocated, by one look."""
+        now = self.now()
+        return now, replace(self._peak, peak_allocated_bytes=now.peak_allocated_bytes)
 
 
 _METER: list[CpuMeter | CudaMeter] = []

@@ -140,6 +140,8 @@ def _unbound(
 def _stale(namespace: Mapping[str, Any], models: list[ShardedModel]) -> list[str]:
     """Name what leads to parameters as they were before sharding, which nothing trains."""
     earlier = {key for model in models for key in model.replaced}
+    if not earlier:
+        return []
     names = [n for n, p in reachable(namespace, nn.Parameter).items() if id(p) in earlier]
     if not names:
         return []

@@ -23,6 +23,7 @@ from fsdp_magic.engine.preparation import Preparation
 from fsdp_magic.engine.prepared import Prepared
 from fsdp_magic.engine.state import State
 from fsdp_magic.engine.step import cleared_after_failure
+from fsdp_magic.engine.time_share import TimeShare
 from fsdp_magic.engine.world import World
 
 _PUBLISH_SECONDS = 0.4
@@ -53,7 +54,8 @@ class TrainingRun:
         self._published_steps = 0
         self._activities: list[DeviceSample] = []
         self._device_name = telemetry.device_name(world.device)
-        self._started = self._published_at = self._sampled_at = time.monotonic()
+        self._sampling = TimeShare(least_seconds=_SAMPLE_SECONDS)
+        self._started = self._published_at = time.monotonic()
 
     def names(self) -> dict[str, Any]:
         """Return the names that the cell finds beside those of every cell."""
@@ -174,15 +176,15 @@ class TrainingRun:
         run = self._prepared
         if run is None:
             return
-        if now - self._sampled_at >= _SAMPLE_SECONDS:
-            self._sampled_at = now
-            run.memory.look()
+        if self._sampling.is_due(now):
+            with self._sampling.spending():
+                run.memory.look()
         if now - self._published_at >= _PUBLISH_SECONDS:
             self._published_at = now
             self._publish(run)
 
     def _publish(self, run: Prepared) -> None:
-        memory, loop = run.memory, run.loop
+        (now, peak), loop = run.memory.now_and_peak(), run.loop
         activity = telemetry.activity(self._world.device)
         self._activities.append(activity)
         records = loop.records.since(self._published_steps)
@@ -193,8 +195,8 @@ class TrainingRun:
             steps=self._published_steps,
             total_steps=run.total_steps,
             records=records,
-            memory=memory.now(),
-            peak_memory=memory.peak(),
+            memory=now,
+            peak_memory=peak,
             activity=activity,
             seconds=time.monotonic() - self._started,
             device_name=self._device_name,
@@ -215,7 +217,7 @@ class TrainingRun:
         run = self._prepared
         if run is None:
             return None
-        memory, loop = run.memory, run.loop
+        (now, peak), loop = run.memory.now_and_peak(), run.loop
         loop.records.complete()
         return RunReport(
             rank=self._world.rank,
@@ -224,8 +226,8 @@ class TrainingRun:
             stopped=loop.stopped,
             seconds=time.monotonic() - self._started,
             records=loop.records.since(0),
-            memory=memory.now(),
-            peak_memory=memory.peak(),
+            memory=now,
+            peak_memory=peak,
             mean_activity=_mean(self._activities),
             epochs_ended=run.after.epochs_ended,
             device_name=self._device_name,

@@ -17,7 +17,9 @@ from fsdp_magic.core.page import NUMBER_BITS, Ballot, Page
 from fsdp_magic.engine.interrupts import ReleasedByPeerError
 
 _YIELD_SECONDS = 50e-6
-_SLEEP_SECONDS = 100e-6
+_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 100e-6, 1e-3
+_SLEEP_PART = 1 / 16
+"""Of the time that a rank has waited: so much longer it may take than it must."""
 
 
 class Flag(enum.IntFlag):
@@ -99,25 +101,23 @@ class Vote:
 
     def _wait_for(self, peer: int) -> Ballot:
         """Return a peer's ballot in the current vote once it is there."""
-        ballot = self._page.ballot(peer, self._number)
-        if ballot.number == self._number:
-            return ballot
-        now = time.monotonic()
-        yielding_until = now + _YIELD_SECONDS
-        self.waiting = Waiting(peer, now)
-        while True:
-            ballot = self._page.ballot(peer, self._number)
-            if ballot.number == self._number:
-                self.waiting = None
-                return ballot
+        if not self._page.has_voted(peer, self._number):
+            now = time.monotonic()
+            self.waiting = Waiting(peer, now)
+            self._wait_until_voted(peer, now)
+            self.waiting = None
+        return self._page.ballot(peer, self._number)
+
+    def _wait_until_voted(self, peer: int, since: float) -> None:
+        """Wait, the less often awake the longer it takes: each time costs the processor some."""
+        while not self._page.has_voted(peer, self._number):
             if self._page.released_generation >= self._generation:
                 # one that voted and failed after it has gone on: this rank must do so too
-                ballot = self._page.ballot(peer, self._number)
-                if ballot.number == self._number:
-                    self.waiting = None
-                    return ballot
+                if self._page.has_voted(peer, self._number):
+                    return
                 raise ReleasedByPeerError
-            if time.monotonic() < yielding_until:
+            waited = time.monotonic() - since
+            if waited < _YIELD_SECONDS:
                 os.sched_yield()
             else:  # ranks may outnumber the cores: leave them to those who still compute
-                time.sleep(_SLEEP_SECONDS)
+                time.sleep(min(max(_SLEEP_SECONDS, waited * _SLEEP_PART), _LONGEST_SLEEP_SECONDS))

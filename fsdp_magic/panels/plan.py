@@ -260,8 +260,8 @@ def _notes(view: PlanView) -> Sequence[str]:
         )
     if view.card:
         notes.append(
-            "Speed is a ranking by time per sample at the largest size: the longest of computing, "
-            f"memory and links after the data sheet of {shortened(view.card, 30)}; it promises no "
-            "seconds"
+            "Speed is a ranking by time per sample at the largest size: computing or memory, and "
+            f"what goes over links in full, after the data sheet of {shortened(view.card, 30)}; it "
+            "promises no seconds"
         )
     return notes

@@ -33,7 +33,7 @@ _FAR = 3
 _NARROW, _NARROWEST = 9.0, 4.0
 """A phase this narrow, in percent of the width, has a short name; its whole one in a tooltip."""
 _LONG_NAME = 15
-_SEEN = 1 / 400
+_SEEN = 1 / 200
 """A part below this share of the peak is not seen in it."""
 _SHORT = {"optimizer": "opt.", "backward": "bwd", "forward": "fwd"}
 

@@ -1,8 +1,8 @@
 """The picture of memory over two steps as SVG: stacked areas, the limit, the peak; pure.
 
-Every kind is one area from the ground to the top of its part of the stack, drawn from the highest
-to the lowest, so that each needs one line. Words stand beside the picture in HTML, in the colour
-of the page: an image has none of its own.
+Every kind is one band of the stack, drawn from the highest to the lowest; each goes a little below
+its lower edge, where the next one covers it, so that no gap shines through. Words stand beside
+the picture in HTML, in the colour of the page: an image has none of its own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def svg(timeline: Timeline, *, top_bytes: float, limit_bytes: float | None) -> s
     """
     columns = _columns(timeline.points)
     scale = HEIGHT * _FINE / top_bytes
+    xs = [round(WIDTH * _FINE * left_of(p.entry, timeline) / 100) for p in columns]
     areas = "".join(
-        f'<path fill="{_fill(kind)}" d="{_area(heights, columns, timeline, scale)}"/>'
-        for kind, heights in reversed(list(zip(MEMORY_KINDS, _stacked(columns), strict=True)))
-        if any(heights)
+        f'<path fill="{_fill(kind)}" d="{_band(xs, edges, scale)}"/>'
+        for kind, edges in reversed(_bands(columns))
     )
     patterns = "".join(_pattern(kind) for kind in MEMORY_KINDS if kind.is_hatched)
     width, height = WIDTH * _FINE, HEIGHT * _FINE
@@ -58,40 +58,44 @@ def _columns(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _stacked(columns: Sequence[Point]) -> list[list[float]]:
-    """Return the top of each of ``MEMORY_KINDS`` in every column; zeros where it holds nothing."""
+def _bands(columns: Sequence[Point]) -> list[tuple[MemoryKind, list[tuple[float, float]]]]:
+    """Return the kinds that hold anything, with lower and upper edge of each in every column."""
     sizes = [drawn(dict(zip(KINDS, point.held, strict=True))) for point in columns]
-    tops: list[list[float]] = []
     ground = [0.0] * len(columns)
-    for number in range(len(MEMORY_KINDS)):
-        own = [size[number] for size in sizes]
-        ground = [below + size for below, size in zip(ground, own, strict=True)]
-        tops.append(list(ground) if any(own) else [0.0] * len(columns))
-    return tops
+    bands = []
+    for number, kind in enumerate(MEMORY_KINDS):
+        tops = [below + size[number] for below, size in zip(ground, sizes, strict=True)]
+        if any(size[number] for size in sizes):
+            bands.append((kind, list(zip(ground, tops, strict=True))))
+        ground = tops
+    return bands
 
 
-def _area(
-    heights: Sequence[float], columns: Sequence[Point], timeline: Timeline, scale: float
-) -> str:
-    """Return path data from the ground over every height back to the ground."""
-    right = WIDTH * _FINE / 100
-    spots = [
-        (
-            round(right * left_of(point.entry, timeline)),
-            HEIGHT * _FINE - round(height * scale),
-        )
-        for point, height in zip(columns, heights, strict=True)
-    ]
+def _band(xs: Sequence[int], edges: Sequence[tuple[float, float]], scale: float) -> str:
+    """Return path data along the upper edge and back along the lower one."""
     ground = HEIGHT * _FINE
-    x, y = spots[0]
-    data = [f"M0 {ground}L{x} {y}"]
-    for number, (next_x, next_y) in enumerate(spots[1:], 1):
-        following = spots[number + 1] if number + 1 < len(spots) else None
-        if following and next_y == y == following[1]:
-            continue  # a level stretch needs its ends alone
+    upper = [(x, ground - round(top * scale)) for x, (_, top) in zip(xs, edges, strict=True)]
+    lower = [
+        (x, min(ground, ground - round(bottom * scale) + _FINE))
+        for x, (bottom, _) in zip(xs, edges, strict=True)
+    ]
+    corners = [*_corners(upper), *_corners(lower)[::-1]]
+    x, y = corners[0]
+    data = [f"M{x} {y}"]
+    for next_x, next_y in corners[1:]:
         data.append(f"l{next_x - x} {next_y - y}")
         x, y = next_x, next_y
-    return f"{''.join(data)}L{WIDTH * _FINE} {y}V{ground}z".replace(" -", "-")
+    return f"{''.join(data)}z".replace(" -", "-")
+
+
+def _corners(line: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the points of a line without those in the midst of a level stretch."""
+    return [
+        spot
+        for number, spot in enumerate(line)
+        if not 0 < number < len(line) - 1
+        or not line[number - 1][1] == spot[1] == line[number + 1][1]
+    ]
 
 
 def _fill(kind: MemoryKind) -> str:

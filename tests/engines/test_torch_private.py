@@ -98,6 +98,33 @@ def test_a_number_read_from_a_sharded_tensor_is_whole(session, reading):
     assert ours == [pytest.approx(session.pull(READINGS[reading]), rel=1e-5)] * 2
 
 
+STEPS = """
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        on_shards.append(DTensor in types)
+        return function(*args, **kwargs or {})
+
+on_shards, optimizer = [], torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    on_shards.clear()
+    with Dispatched():
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+def test_optimizers_step_without_dispatching_on_shards(session, strategy):
+    session.model(BUILD, strategy=strategy, show=False)
+    session.run(STEPS, show=False)
+    for on_shards in session.pull("on_shards", rank="all"):
+        assert len(on_shards) > 10
+        assert not any(on_shards)
+
+
 LOADER = """
 import time
 from torch.utils.data import DataLoader

@@ -437,8 +437,9 @@ def test_watching_a_run_does_not_disturb_it(session):
     """
     session.model(CASE.built, show=False)
     session.run(
-        "from fsdp_magic.engine import service, training\n"
+        "from fsdp_magic.engine import service, time_share, training\n"
         "training._PUBLISH_SECONDS = training._SAMPLE_SECONDS = 0.0\n"
+        "time_share.SHARE = 1.0\n"
         "service._WATCH_SECONDS = 0.001",
         show=False,
     )
@@ -447,6 +448,7 @@ def test_watching_a_run_does_not_disturb_it(session):
     finally:
         session.run(
             "training._PUBLISH_SECONDS, training._SAMPLE_SECONDS = 0.4, 0.1\n"
+            "time_share.SHARE = 0.003\n"
             "service._WATCH_SECONDS = 0.02",
             show=False,
         )

@@ -15,8 +15,8 @@ PROGRAM = Program(built=NET, cell="x, y = batch" + CELLS["a part used on one ran
 MUTATIONS = {
     "a bucket not reduced": """
 def _launch(self, parameters, _o=_b.GradientReduction._launch):
-    if self._launched == 0:
-        self._launched = 1
+    if self._launched == 1:  # of what both ranks use
+        self._launched = 2
     else:
         _o(self, parameters)
 _b.GradientReduction._launch = _launch

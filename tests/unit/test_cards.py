@@ -117,6 +117,13 @@ def test_strategies_are_ranked_by_time_per_sample_and_only_where_a_card_is_known
     assert plan.recommended == order[0]
 
 
+def test_of_two_that_compute_alike_the_one_that_sends_less_is_ahead() -> None:
+    plan = memory_plan("full_shard", "ddp", device=device(card=find_card("T4", what="")))
+    size = {"micro_batch_size": 4}
+    plan = memory_plan(strategies=plan.strategies, device=plan.device, **size)
+    assert plan.ranking() == {"ddp": 1, "full_shard": 2}
+
+
 def test_the_longest_of_computing_memory_and_link_is_what_limits() -> None:
     def limit(**changes: Size) -> str:
         plan = strategy_plan("full_shard", **changes)
@@ -136,3 +143,12 @@ def test_what_does_not_fit_has_no_rank() -> None:
     assert plan.max_micro_batch_size == {"ddp": 0}
     assert plan.ranking() == {}
     assert plan.recommended == "ddp"
+
+
+def test_without_speeds_the_strategy_shown_is_that_of_most_samples_without_offload() -> None:
+    names = ("ddp", "full_shard", "full_shard+cpu_offload")
+    assert memory_plan(*names).recommended == "full_shard"
+    assert memory_plan(*names[::2]).recommended == "ddp"
+    least = memory_plan(*names).peak_bytes("full_shard+cpu_offload", 1)
+    tight = device(kind="cpu", capacity_bytes=least)
+    assert memory_plan(*names, device=tight).recommended == "full_shard+cpu_offload"

@@ -10,6 +10,7 @@ from plan_records import device, memory_plan, step_trace, strategy_plan
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.planning.advice import advice_for
+from fsdp_magic.core.planning.allocator import reserved_peak
 from fsdp_magic.core.planning.ledger import Ledger
 from fsdp_magic.core.planning.peak_curve import MOST_SAMPLES, PeakCurve
 from fsdp_magic.core.planning.peak_parts import grouped
@@ -53,7 +54,7 @@ def test_the_curve_has_the_peak_of_the_ledger_at_every_size(seed: int) -> None:
 def test_the_largest_size_fits_and_the_next_one_does_not(seed: int) -> None:
     ledger = _random_ledger(seed)
     curve = PeakCurve(ledger)
-    for capacity in (ledger.peak(1) - 1, ledger.peak(1), ledger.peak(9) + 1, 1e9):
+    for capacity in (ledger.peak(1) - 1, ledger.peak(1), ledger.peak(9), 1e9):
         largest = curve.largest(capacity)
         assert largest == 0 or ledger.peak(largest) <= capacity
         assert ledger.peak(largest + 1) > capacity
@@ -72,6 +73,9 @@ def test_the_safe_end_is_at_most_the_ideal_one_and_on_a_cpu_they_are_one() -> No
         on_gpu = plan.largest(device())
         on_cpu = plan.largest(device(kind="cpu"))
         assert 0 < on_gpu.safe <= on_gpu.ideal == on_cpu.ideal == on_cpu.safe
+        usable = device().usable_bytes
+        assert reserved_peak(plan.ledger, on_gpu.safe, usable) is not None
+        assert reserved_peak(plan.ledger, on_gpu.safe + 1, usable) is None
 
 
 def test_a_plan_is_asked_by_any_name_of_a_strategy() -> None:

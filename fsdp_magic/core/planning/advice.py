@@ -102,7 +102,7 @@ def _of_states(case: _Case) -> Iterator[Advice]:
 
 
 def _is_sharded(setting: Setting) -> bool:
-    return setting.strategy == "full_shard"
+    return setting.strategy in ("full_shard", "shard_grad_op")
 
 
 def _leaves(case: _Case, other: StrategyPlan, verb: str = "leaves") -> str:

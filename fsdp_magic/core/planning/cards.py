@@ -11,7 +11,7 @@ the link between cards in one direction. They rank strategies; no card reaches t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdp_magic.core.errors import UsageError
@@ -62,6 +62,19 @@ class Card:
         return self.fp32_tflops if precision == "fp32" else self.half_tflops
 
 
+_V100 = Card(
+    name="V100-16GB",
+    memory_gib=15.78,
+    memory_source=_ISSUES + "kchengiva/Shift-GCN/issues/34",
+    fp32_tflops=15.7,
+    half_tflops=125,
+    has_bf16=False,
+    memory_gb_per_second=900,
+    link="NVLink",
+    link_gb_per_second=150,
+    host_gb_per_second=16,
+    data_sheet="NVIDIA V100 Tensor Core GPU (SXM2), data sheet (2020)",
+)
 CARDS: tuple[Card, ...] = (
     Card(
         name="T4",
@@ -75,31 +88,12 @@ CARDS: tuple[Card, ...] = (
         host_gb_per_second=16,
         data_sheet="NVIDIA T4 Tensor Core GPU, data sheet (2019)",
     ),
-    Card(
-        name="V100-16GB",
-        memory_gib=15.78,
-        memory_source=_ISSUES + "kchengiva/Shift-GCN/issues/34",
-        fp32_tflops=15.7,
-        half_tflops=125,
-        has_bf16=False,
-        memory_gb_per_second=900,
-        link="NVLink",
-        link_gb_per_second=150,
-        host_gb_per_second=16,
-        data_sheet="NVIDIA V100 Tensor Core GPU (SXM2), data sheet (2020)",
-    ),
-    Card(
+    _V100,
+    replace(
+        _V100,
         name="V100-32GB",
         memory_gib=31.74,
         memory_source=_ISSUES + "liucongg/ChatGLM-Finetuning/issues/73",
-        fp32_tflops=15.7,
-        half_tflops=125,
-        has_bf16=False,
-        memory_gb_per_second=900,
-        link="NVLink",
-        link_gb_per_second=150,
-        host_gb_per_second=16,
-        data_sheet="NVIDIA V100 Tensor Core GPU (SXM2), data sheet (2020)",
     ),
     Card(
         name="A10G",

@@ -205,11 +205,16 @@ class MemoryPlan:
 
     @property
     def recommended(self) -> str:
-        """The strategy that is shown: the fastest that fits; unranked, that of most samples."""
+        """The strategy that is shown: the fastest that fits.
+
+        Where speeds are not known it is that of most samples, of those that offload nothing if
+        any of them fits.
+        """
         ranking, sizes = self.ranking(), self.max_micro_batch_size
         if ranking:
             return min(ranking, key=ranking.__getitem__)
-        return max(sizes, key=sizes.__getitem__)
+        offloads = {name: plan.setting.cpu_offload for name, plan in self.strategies.items()}
+        return max(sizes, key=lambda name: (bool(sizes[name]), not offloads[name], sizes[name]))
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.max_micro_batch_size.items())

@@ -14,6 +14,9 @@ from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.reply import Failure
 from fsdp_magic.core.specs import ModelSpec
 
+DeviceKind = Literal["cuda", "cpu"]
+"""Of which operators a trace is."""
+
 
 class TraceVariant(NamedTuple):
     """What a trace depends on beside the program; all else is an overlay."""
@@ -41,7 +44,7 @@ class TraceRequest:
     variants: tuple[TraceVariant, ...] = (TraceVariant(),)
     wraps: tuple[str, ...] = ("blocks",)
     sequence_length: int | None = None
-    device_kind: Literal["cuda", "cpu"] = "cuda"
+    device_kind: DeviceKind = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ class PlanRequest:
     variants: tuple[TraceVariant, ...]
     wraps: tuple[str, ...]
     sequence_length: int | None = None
-    device_kind: Literal["cuda", "cpu"] = "cuda"
+    device_kind: DeviceKind = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 It is a ranking and no promise of seconds: no card reaches its data sheet, and what a step really
 takes depends on kernels, batches and hosts. Three things take time: computing (operations over
-the card's speed), moving memory (bytes that operators read and write over its bandwidth; the
-longer of these two counts), and moving bytes between cards and to the host. The last are
-overlapped with computing by every strategy here, so the longest of all is what a step takes at
-the least.
+the card's speed) or moving memory (bytes that operators read and write over its bandwidth), of
+which the longer counts; and moving bytes between cards and to the host. These are added in full,
+as if nothing were sent while the card computes: strategies overlap the two, each as well as its
+model lets it, so that one with less to send is not behind one with more.
 
 Source: S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model
 for multicore architectures", Communications of the ACM 52(4), 2009; bytes of ring collectives:
@@ -46,7 +46,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long the roofline says a step of a rank takes at the least.
+    """How long a step of a rank takes by data sheets, with nothing overlapped.
 
     Attributes:
         seconds_per_sample: what the ranking is by.
@@ -88,7 +88,7 @@ def traffic_of(trace: StepTrace, setting: Setting) -> Traffic:
 def pace_of(
     trace: StepTrace, setting: Setting, card: Card | None, *, micro_batch_size: int
 ) -> Pace | None:
-    """Return how long a step takes at the least; None where it is not known.
+    """Return how long a step takes by data sheets; None where they are not known.
 
     Args:
         trace: of one process.
@@ -109,8 +109,10 @@ def pace_of(
         "the link to the host": traffic.host_bytes / (card.host_gb_per_second * _GIGA),
     }
     limit = max(seconds, key=seconds.__getitem__)
+    on_card = max(seconds["computing"], seconds["the card's memory"])
+    total = on_card + seconds["the link between cards"] + seconds["the link to the host"]
     return Pace(
-        seconds_per_sample=seconds[limit] / (micro_batch_size * setting.accumulate),
+        seconds_per_sample=total / (micro_batch_size * setting.accumulate),
         limit=limit,
         micro_batch_size=micro_batch_size,
     )

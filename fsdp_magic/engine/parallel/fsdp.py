@@ -238,6 +238,7 @@ def _prepare(model: FsdpModel) -> None:
     free_before_steps(model.module)
     torch_private.read_scalars_whole()
     torch_private.take_whole_in_lists()
+    torch_private.step_on_own_parts()
 
 
 def _parameter_placement(

@@ -68,17 +68,25 @@ def _gather_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, world: Worl
 def _gather_together(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, world: World
 ) -> None:
-    ranks = [[rows_of(t, world, rank) for t in tensors] for rank in range(world.world_size)]
+    ranks = list(zip(*(_rows_of_all(tensor, world) for tensor in tensors), strict=True))
     sizes = [part.numel() for part in ranks[0]]  # no rank has more
     gathered = tensors[0].new_empty(world.world_size, sum(sizes))
-    slots = [torch.split(row, sizes) for row in gathered]
 
     def parts_in(rank: int) -> list[torch.Tensor]:
-        pairs = zip(slots[rank], ranks[rank], strict=True)
-        return [slot[: part.numel()].view(part.shape) for slot, part in pairs]
+        slots = zip(torch.split(gathered[rank], sizes), sizes, ranks[rank], strict=True)
+        return [
+            (slot if part.numel() == size else slot[: part.numel()]).view(part.shape)
+            for slot, size, part in slots
+        ]
 
-    torch._foreach_copy_(parts_in(world.rank), ranks[world.rank])
+    torch._foreach_copy_(parts_in(world.rank), list(ranks[world.rank]))
     torch_private.all_gather_single(gathered.view(-1), gathered[world.rank], group=group)
     for rank, parts in enumerate(ranks):
         if rank != world.rank:
-            torch._foreach_copy_(parts, parts_in(rank))
+            torch._foreach_copy_(list(parts), parts_in(rank))
+
+
+def _rows_of_all(tensor: torch.Tensor, world: World) -> list[torch.Tensor]:
+    """Return the rows of each rank, as ``rows_of`` gives them, by one call."""
+    parts = list(torch.chunk(tensor, world.world_size))
+    return parts + [tensor[len(tensor) :]] * (world.world_size - len(parts))

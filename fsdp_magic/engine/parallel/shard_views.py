@@ -43,6 +43,8 @@ class ShardViews:
         self._shards: dict[int, weakref.ref[nn.Parameter]] = {}
         self._linked: dict[int, _Link] = {}
         self._writes: dict[int, int] = {}
+        self._followed: dict[int, tuple[int, int]] = {}
+        """Where a whole parameter was, and the shard, when the shard was made a view of it."""
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the shard of a parameter that something holds; itself if nothing does."""
@@ -69,6 +71,7 @@ class ShardViews:
         )
         vars(shard).update(vars(parameter))  # a person's marks on it, such as p.no_decay
         self._shards[id(parameter)] = weakref.ref(shard)
+        self._followed.pop(id(parameter), None)
         self.gathered(parameter, shard)
         return shard
 
@@ -119,8 +122,12 @@ class ShardViews:
 
     def _follow(self, parameter: nn.Parameter, shard: nn.Parameter) -> None:
         """Have a shard be a view again if the person gave its parameter another tensor."""
+        at = parameter.data_ptr(), torch_private.address_of(shard)
+        if self._followed.get(id(parameter)) == at:
+            return
         wrote = self.wrote(parameter, shard)
         torch_private.point_at(shard, own_rows(parameter.data, self._world))
+        self._followed[id(parameter)] = at[0], torch_private.address_of(shard)
         if not wrote:
             self.gathered(parameter, shard)
 

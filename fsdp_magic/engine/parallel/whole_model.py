@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -60,9 +60,12 @@ class WholeModel(ShardedModel):
         self._trained: Collection[int] = ()
         self._unreduced = UnreducedGradients(self.group)
         self._adds_up = self._within_step = False
+        self._listed: list[nn.Parameter] | None = None
+        """The parameters, while a run adds gradients up: walking through modules takes long."""
         self._arrived: dict[int, None] = {}
         self._arriving_late: set[int] = set()
         self._order: list[int] = []
+        self._buckets: list[list[nn.Parameter]] = []
         self._reduction: GradientReduction | None = None
         remember(self)
         watch_steps()
@@ -107,27 +110,30 @@ class WholeModel(ShardedModel):
         """
         self._trained = frozenset(trained)
         self._arriving_late.clear()
-        self._order = []
+        self._order, self._buckets = [], []
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return what an optimizer holds for a parameter of the module."""
         return parameter
 
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return self.module.parameters() if self._listed is None else self._listed
+
     def _trained_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.module.parameters() if id(self.held(p)) in self._trained]
+        return [p for p in self._parameters() if id(self.held(p)) in self._trained]
 
     # -- gradients
 
     @contextmanager
     def added_up(self) -> Iterator[None]:
         """Add gradients up over the ranks inside, where they would be averaged."""
-        self._adds_up = True
+        self._adds_up, self._listed = True, list(self.module.parameters())
         for parameter in self._trained_parameters():
             parameter.grad = None
         try:
             yield
         finally:
-            self._adds_up = False
+            self._adds_up, self._listed, self._buckets = False, None, []
             self.forget_iteration()  # nothing is left of a run but what an exception ended
 
     @contextmanager
@@ -202,19 +208,20 @@ class WholeModel(ShardedModel):
 
     def note(self, parameter: nn.Parameter) -> None:
         """Note that a gradient has arrived, and reduce it when it is time."""
+        number = id(parameter)
         self.used.add(id(self.held(parameter)))
         self._unreduced.note(parameter)
-        if self._within_step:
-            self._note_in_step(parameter)
-        elif self._unreduced.is_synced(parameter):
-            reduce_after_backward(self)
-
-    def _note_in_step(self, parameter: nn.Parameter) -> None:
-        if id(parameter) not in self._arrived:
-            self._arrived[id(parameter)] = None
-            if self._reduction is not None and id(parameter) not in self._arriving_late:
+        if not self._within_step:
+            if self._unreduced.is_synced(parameter):
+                reduce_after_backward(self)
+        elif number in self._arrived:
+            self._note_again(parameter)
+        else:
+            self._arrived[number] = None
+            if self._reduction is not None and number not in self._arriving_late:
                 self._reduction.arrived(parameter)
-            return
+
+    def _note_again(self, parameter: nn.Parameter) -> None:
         # a reentrant checkpoint goes backward within the backward
         self._arriving_late.add(id(parameter))
         if self._reduction is not None and self._reduction.is_launched(parameter):
@@ -225,9 +232,11 @@ class WholeModel(ShardedModel):
             )
 
     def _new_reduction(self) -> GradientReduction:
-        parameters = self._trained_parameters()
-        expected = [parameters[n] for n in self._order] or parameters[::-1]
-        return GradientReduction(buckets_of(expected), name=self.name, group=self.group)
+        if not self._buckets:
+            parameters = self._trained_parameters()
+            expected = [parameters[n] for n in self._order] or parameters[::-1]
+            self._buckets = buckets_of(expected)
+        return GradientReduction(self._buckets, name=self.name, group=self.group)
 
     def _settle_order(self) -> None:
         """Expect gradients in the order in which rank 0 got them in the first step of a run.
@@ -236,15 +245,14 @@ class WholeModel(ShardedModel):
 
         Collective: every rank must call this.
         """
-        parameters = self._trained_parameters()
-        if self._order or not parameters:
+        if self._order or not (parameters := self._trained_parameters()):
             return
         arrived = [n for n in self._arrived if n not in self._arriving_late]
         place = {number: place for place, number in enumerate(arrived)}
         places = [place.get(id(parameter), len(place)) for parameter in parameters]
         order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
         dist.broadcast(order, group_src=0, group=self.group)
-        self._order = order.tolist()
+        self._order, self._buckets = order.tolist(), []
 
     def own_gradients(self, held: Collection[int]) -> list[torch.Tensor]:
         """Return the gradients of which nothing says that all ranks have the same.
@@ -272,9 +280,9 @@ class WholeModel(ShardedModel):
 
 
 def _note(model: weakref.ref[WholeModel], parameter: nn.Parameter) -> None:
-    alive = model()
-    if alive is not None and alive.alive:
-        alive.note(parameter)
+    noting = model()
+    if noting is not None and noting.alive:
+        noting.note(parameter)
 
 
 def _is_trained_alone(model: WholeModel) -> bool:

@@ -63,6 +63,7 @@ class Zero1Model(WholeModel):
         watch_optimizers(_concerned)
         module.register_forward_pre_hook(_before_forward)
         torch_private.read_scalars_whole()
+        torch_private.step_on_own_parts()
 
     def _watch(self, parameter: nn.Parameter) -> None:
         """Have every gradient of a parameter noted, before and after it is added."""
@@ -90,7 +91,7 @@ class Zero1Model(WholeModel):
 
     def cut(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Yield each parameter that an optimizer holds a shard of, with the shard."""
-        for parameter in self.module.parameters():
+        for parameter in self._parameters():
             shard = self._views.held(parameter)
             if shard is not parameter:
                 yield parameter, shard
@@ -108,10 +109,10 @@ class Zero1Model(WholeModel):
         super().reduce()
         for parameter, shard in self.cut():
             self._views.link(parameter, shard)
-            if not self._views.wrote_gradient(parameter, shard):
-                self._views.settle_gradient(parameter, shard)
             if self._adds_up:
                 parameter.grad = None  # its memory is the shard's now, and goes when that does
+            elif not self._views.wrote_gradient(parameter, shard):
+                self._views.settle_gradient(parameter, shard)
 
     def clear_gradients(self) -> None:
         """Drop every gradient."""

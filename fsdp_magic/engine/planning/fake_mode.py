@@ -88,7 +88,8 @@ class PlanningMode(FakeTensorMode):
             return tensor
         fake: FakeTensor = self.from_tensor(tensor)
         if not tensor.is_floating_point() and tensor.numel() <= _MOST_ELEMENTS:
-            fake.constant = tensor.detach().cpu()
+            with no_dispatch():  # else it is a fake one, too
+                fake.constant = tensor.detach().cpu()
             self.fake_tensor_converter.add_constant_storage_mapping(fake)
         return fake
 

@@ -1,6 +1,8 @@
-"""TRACER: a cell that says ``cuda`` runs where no card is: its tensors are the host's.
+"""TRACER: what a cell meets in place of cards and values, which are not there.
 
-They are fake, so where they are said to be changes nothing of what they take.
+A cell that says ``cuda`` gets tensors of the host: they are fake, so where they are said to be
+changes nothing of what they take. One that reads a number of a floating point tensor, to print it
+or to put it into ``metrics``, gets 1.0; a whole number may decide shapes, and is not made up.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_magic.engine.tracebacks import is_persons
@@ -19,12 +22,25 @@ from fsdp_magic.engine.tracebacks import is_persons
 _HERE = torch.device("cpu")
 _KEPT = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 """What only moves a tensor."""
+_READ: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.item: float,
+    torch.Tensor.tolist: float,
+    torch.Tensor.__float__: float,
+    torch.Tensor.__format__: format,
+}
+"""What reads the number in a tensor, and what it then gives."""
 _PLACE_OF_DEVICE = {"to": 1, "_parse_to": 0}
 """Where an index of a card may stand; the second is what ``Module.to`` reads its arguments with."""
 
 
 class NoCard(TorchFunctionMode):
-    """Takes the host wherever a call says a card."""
+    """Takes the host wherever a call says a card, and 1.0 where one reads a number.
+
+    Attributes:
+        has_given_values: whether a number was read.
+    """
+
+    has_given_values = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -35,6 +51,9 @@ class NoCard(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _KEPT:
             return args[0]
+        if func in _READ and _is_unknown_number(args[0]):
+            self.has_given_values = True
+            return _READ[func](1.0, *args[1:])
         if any(map(_is_card, args)):
             args = tuple(_HERE if _is_card(value) else value for value in args)
         place = _PLACE_OF_DEVICE.get(getattr(func, "__name__", ""), len(args))
@@ -43,6 +62,11 @@ class NoCard(TorchFunctionMode):
         if "device" in kwargs and (_is_card(kwargs["device"]) or type(kwargs["device"]) is int):
             kwargs = {**kwargs, "device": _HERE}
         return func(*args, **kwargs)
+
+
+def _is_unknown_number(value: Any) -> bool:
+    is_fake = isinstance(value, FakeTensor) and value.constant is None
+    return is_fake and value.numel() == 1 and value.is_floating_point()
 
 
 def _is_card(value: Any) -> bool:
@@ -64,7 +88,18 @@ def cards_are_the_host() -> Iterator[None]:
         torch.set_default_device = lambda device: None if _is_card(device) else default(device)
         stack.callback(setattr, nn.Module, "_apply", nn.Module._apply)
         nn.Module._apply = _applied  # type: ignore[method-assign]
+        stack.callback(setattr, torch.autocast, "__init__", torch.autocast.__init__)
+        torch.autocast.__init__ = _of_host(torch.autocast.__init__)  # type: ignore[method-assign]
         yield
+
+
+def _of_host(begin: Callable[..., None]) -> Callable[..., None]:
+    """Return how an autocast is made that is the host's where a card's is asked for."""
+
+    def begun(cast: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(cast, "cpu" if _is_card(device_type) else device_type, *args, **kwargs)
+
+    return begun
 
 
 def _applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.wording import nearest
 from fsdp_magic.engine import cell_sources, cells
-from fsdp_magic.engine.micro_step import scalar_loss
+from fsdp_magic.engine.micro_step import checked_loss
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.planning.batches import WRITE_LOSS, default_batch, transformer_of
+from fsdp_magic.engine.tracebacks import persons_traceback
 
-_NO_VALUES = (
-    "The planner computes shapes and no values: nothing of a tensor can be read (.item(), .tolist()"
-    ", `if tensor:`, .numpy()). Do it outside of what the cell runs for each batch."
-)
+
+class NoValuesError(Exception):
+    """The cell reads what a tensor holds, which decides how it goes on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Described:
     """What is traced.
 
     Attributes:
-        model: of fake tensors.
+        model: its parameters become fake.
         optimizers: that hold parameters of it.
         make_batch: samples -> batch.
         loss_of: batch -> loss.
@@ -45,17 +45,6 @@ class Described:
     make_batch: Callable[[int], Any]
     loss_of: Callable[[Any], torch.Tensor]
     notes: list[str] = field(default_factory=list)
-    _kept: dict[str, Any] = field(default_factory=dict)
-
-    def forward(self, samples: int) -> torch.Tensor:
-        """Run a micro-step's forward, and return its loss.
-
-        The batch and the loss are kept until the next one's are there, as a cell's variables are.
-        """
-        self._kept["batch"] = batch = self.make_batch(samples)
-        loss = self.loss_of(batch)
-        self._kept["loss"] = loss.detach()
-        return loss
 
 
 class _PlainShell:
@@ -127,7 +116,10 @@ def program_in(namespace: dict[str, Any], *, sequence_length: int | None) -> Des
 
     def loss_of(batch: Any) -> torch.Tensor:
         with values_explained():
-            return _checked(loss_fn(model, batch))
+            loss = loss_fn(model, batch)
+        if loss is None:
+            raise FsdpError("loss_fn returns nothing; end it with: return loss")
+        return checked_loss(loss)
 
     return Described(
         model=model, optimizers=optimizers, make_batch=make_batch, loss_of=loss_of, notes=notes
@@ -140,8 +132,13 @@ def values_explained() -> Iterator[None]:
     try:
         yield
     except DataDependentOutputException as error:
-        error.add_note(_NO_VALUES)
-        raise
+        if not persons_traceback(error):
+            raise
+        raise NoValuesError(
+            "a plan computes shapes and no values, so what a tensor holds cannot be read; let "
+            "metrics be tensors, and take .item(), .tolist(), .numpy(), `if tensor:` out of what "
+            "runs for each batch"
+        ).with_traceback(error.__traceback__) from None
 
 
 def _model(namespace: dict[str, Any]) -> nn.Module:
@@ -188,20 +185,3 @@ def _default_loss(model: nn.Module) -> Callable[[nn.Module, Any], Any]:
         return loss
 
     return loss_fn
-
-
-def _checked(loss: Any) -> torch.Tensor:
-    """Return a loss that can be taken backward.
-
-    Raises:
-        FsdpError: if it cannot.
-    """
-    if loss is None:
-        raise FsdpError("loss_fn returns nothing; end it with: return loss")
-    scalar = scalar_loss(loss)
-    if not scalar.requires_grad:
-        raise FsdpError(
-            "the loss does not require grad, so there is nothing to train; compute it outside "
-            "torch.no_grad() and without .detach()"
-        )
-    return scalar

@@ -1,24 +1,27 @@
 """ENGINE: ``%fsdp_plan`` without a cell: the session's model, data and last training cell.
 
 Rank 0 forks. In the child the spreading is taken back, parameters become fake ones of the whole
-shapes, and the cell runs on a batch of its own data. Nothing of the engine is touched.
+shapes, and the cell runs on a batch of its own data. Nothing of the engine is touched. With CUDA,
+where a fork cannot take backward, the engine does it itself and puts everything back.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._mode_utils import no_dispatch
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.planning.requests import (
     BuiltReport,
     BuiltRequest,
     PlanRequest,
+    TraceFailed,
     TraceReport,
 )
 from fsdp_magic.core.protocol import TrainRequest
@@ -32,9 +35,10 @@ from fsdp_magic.engine.micro_step import BINDABLE
 from fsdp_magic.engine.optimizers import parameters_of, repoint
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unspread import changes_of
+from fsdp_magic.engine.planning.fake_mode import PlanningMode
 from fsdp_magic.engine.planning.forked import in_fork
-from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
-from fsdp_magic.engine.planning.program import Described
+from fsdp_magic.engine.planning.program import Described, values_explained
+from fsdp_magic.engine.planning.put_back import in_engine
 from fsdp_magic.engine.planning.traces import traces_of
 from fsdp_magic.engine.planning.weightless import make_fake
 from fsdp_magic.engine.position import Position
@@ -63,19 +67,31 @@ def plan(engine: State, request: PlanRequest) -> Reply:
     with engine.cell({}):
         try:
             with INTERRUPTS.allowed():
-                report = in_fork(lambda: _traced(engine, request))
+                report = _in_copy(engine, lambda: _traced(engine, request))
         except KeyboardInterrupt:
             INTERRUPTS.close()
             report = None
+        except FsdpError as error:
+            report = TraceFailed(failure=cells.describe(error))
     return Reply(rank=engine.world.rank, report=report)
 
 
+def _in_copy(engine: State, work: Callable[[], TraceReport]) -> Any:
+    return in_fork(work) if can_fork(engine) else in_engine(engine, work)
+
+
+def can_fork(engine: State) -> bool:
+    """Return whether a fork of this engine can take backward."""
+    has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return engine.world.device.type == "cpu" and not has_cuda
+
+
 def _traced(engine: State, request: PlanRequest) -> TraceReport:
-    """Trace in the child; nothing is put back."""
+    """Trace; nothing is put back."""
     started = time.monotonic()
     training, namespace = request.training, engine.namespace
     cell = cells.compile_training_cell(training.code, training.name, shell=engine.shell)
-    batch = _a_batch(training, namespace, seed=engine.world.request.seed)
+    batch = _a_batch(engine, training)
     samples = sample_count(batch)
     if samples is None:
         raise FsdpError(
@@ -84,7 +100,7 @@ def _traced(engine: State, request: PlanRequest) -> TraceReport:
         )
     (name,) = modeling.bound_names(engine.models, namespace)
     root, optimizers = _unspread(engine.models[name], namespace)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = PlanningMode()
     make_fake(root, optimizers, fake)
     names = {**engine.names_of_cells(), "step": 0, "micro_step": 0, "epoch": 0}
     namespace.update(names, total_steps=training.spec.steps, device=torch.device("cpu"))
@@ -97,16 +113,22 @@ def _traced(engine: State, request: PlanRequest) -> TraceReport:
         namespace["batch"] = batch
         for name in BINDABLE:
             namespace.pop(name, None)
-        cell.run(namespace)
+        with values_explained():
+            cell.run(namespace)
         loss = namespace.get("loss")
         if isinstance(loss, torch.Tensor):
             namespace["loss"] = loss.detach()
         return loss  # type: ignore[return-value]  # what is none is refused where it is used
 
     described = Described(model=root, optimizers=optimizers, make_batch=make_batch, loss_of=loss_of)
-    with cards_are_the_host(), NoCard(), fake:
-        traces = traces_of(described, request.variants, wraps=request.wraps)
-    return TraceReport(traces=traces, seconds=time.monotonic() - started, notes=(_note(batch),))
+    traces = traces_of(
+        described, request.variants, fake, wraps=request.wraps, kind=request.device_kind
+    )
+    return TraceReport(
+        traces=traces,
+        seconds=time.monotonic() - started,
+        notes=(_note(batch, request.sequence_length), *described.notes),
+    )
 
 
 def _unspread(model: ShardedModel, namespace: dict[str, Any]) -> tuple[nn.Module, list[Optimizer]]:
@@ -141,17 +163,17 @@ def _unspread(model: ShardedModel, namespace: dict[str, Any]) -> tuple[nn.Module
     return root, [o for o in optimizers if any(id(p) in ours for p in parameters_of(o))]
 
 
-def _a_batch(training: TrainRequest, namespace: dict[str, Any], *, seed: int) -> Any:
+def _a_batch(engine: State, training: TrainRequest) -> Any:
     """Return a micro-batch of the data that a run reads, from its beginning.
 
     Raises:
         FsdpError: if there is none.
     """
-    spec = training.spec
+    spec, namespace = training.spec, engine.namespace
     cut = Cut(
         rank=0,
         ranks=1,
-        seed=seed,
+        seed=engine.world.request.seed,
         micro_batch_size=spec.micro_batch_size,
         tokens_per_batch=spec.tokens_per_batch,
         shuffle=not spec.no_shuffle,
@@ -161,6 +183,11 @@ def _a_batch(training: TrainRequest, namespace: dict[str, Any], *, seed: int) ->
     taken = []
     for source in named_sources(spec, namespace):
         track = Track(source, cut=cut, cursor=position.cursor(source))
+        if not (track.begins_anew or can_fork(engine)):
+            raise FsdpError(
+                "the data can be read once, and a plan would take from it; write example_batch(b) "
+                "into a %%fsdp_plan cell"
+            )
         taken.append(track.take())
         track.close()
     if not taken or None in taken:
@@ -173,27 +200,33 @@ def _a_batch(training: TrainRequest, namespace: dict[str, Any], *, seed: int) ->
 
 
 def _resized(batch: Any, samples: int, b: int, *, tokens: int | None) -> Any:
-    """Return a batch without content, of another number of samples and, if asked, of tokens.
-
-    Called within a ``FakeTensorMode``.
-    """
-    ids = batch.get("input_ids") if hasattr(batch, "get") else None
-    length = ids.shape[1] if isinstance(ids, torch.Tensor) and ids.ndim > 1 else None
+    """Return a batch with another number of samples and, if asked, of tokens: its own, repeated."""
+    ids = _ids_of(batch)
+    length = None if ids is None or tokens is None else ids.shape[1]
+    wanted = tokens or 0
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        shape = list(tensor.shape)
-        if shape and shape[0] == samples:
-            shape[0] = b
-        if tokens is not None and len(shape) > 1 and shape[1] == length:
-            shape[1] = tokens
-        return torch.empty(shape, dtype=tensor.dtype)
+        if tensor.ndim and len(tensor) == samples:
+            tensor = tensor[torch.arange(b) % samples]
+        if length is not None and tensor.ndim > 1 and tensor.shape[1] == length:
+            tensor = tensor[:, torch.arange(wanted) % length]
+        return tensor
 
-    return mapped(batch, resized)
+    with no_dispatch():  # real samples, of which ids keep values
+        return mapped(batch, resized)
 
 
-def _note(batch: Any) -> str:
+def _ids_of(batch: Any) -> torch.Tensor | None:
+    """Return the tokens of a batch that says its ``input_ids``; None: it has none."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return ids if isinstance(ids, torch.Tensor) and ids.ndim > 1 else None
+
+
+def _note(batch: Any, tokens: int | None) -> str:
     """Return what a sample is, where that decides the memory: a batch's own length."""
-    ids = batch.get("input_ids") if hasattr(batch, "get") else None
-    if isinstance(ids, torch.Tensor) and ids.ndim > 1:
-        return f"each sample has {ids.shape[1]:,} tokens, as the first batch of the data"
-    return "samples are those of the first batch of the data"
+    ids = _ids_of(batch)
+    if ids is None:
+        return "samples are like those of the first batch of the data"
+    if tokens is not None:
+        return f"each sample has {tokens:,} tokens"
+    return f"each sample has {ids.shape[1]:,} tokens, as in the first batch of the data"

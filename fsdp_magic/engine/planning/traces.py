@@ -5,62 +5,76 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from fsdp_magic.core.planning.requests import TraceReport, TraceRequest, TraceVariant
-from fsdp_magic.core.planning.step_trace import (
-    Freed,
-    OptimizerAllocated,
-    OptimizerEvent,
-    OptimizerTrace,
-    StepTrace,
-)
+from fsdp_magic.core.planning.requests import DeviceKind, TraceReport, TraceRequest, TraceVariant
+from fsdp_magic.core.planning.step_trace import StepTrace
+from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
+from fsdp_magic.engine.planning.fake_mode import PlanningMode
 from fsdp_magic.engine.planning.files_read import FilesRead
 from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
+from fsdp_magic.engine.planning.optimizer_trace import trace_optimizers
+from fsdp_magic.engine.planning.passes import Program
 from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
 from fsdp_magic.engine.planning.tracing import trace_step
 from fsdp_magic.engine.planning.weightless import make_fake, weightless
+
+_READS = "where the cell reads a number of a tensor (.item()), it is given 1.0"
 
 
 def traced(request: TraceRequest) -> TraceReport:
     """Run and trace a cell."""
     started = time.monotonic()
     files = FilesRead()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with cards_are_the_host(), NoCard():
-        with weights_stay_in_files(), weightless(fake):
-            namespace = namespace_of_cell(request.code, request.name)
-        program = program_in(namespace, sequence_length=request.sequence_length)
-        make_fake(program.model, program.optimizers, fake)
-        with fake:
-            traces = traces_of(program, request.variants, wraps=request.wraps)
+    fake = PlanningMode()
+    with cards_are_the_host(), NoCard(), weights_stay_in_files(), weightless(fake):
+        namespace = namespace_of_cell(request.code, request.name)
+    described = program_in(namespace, sequence_length=request.sequence_length)
+    make_fake(described.model, described.optimizers, fake)
+    traces = traces_of(
+        described, request.variants, fake, wraps=request.wraps, kind=request.device_kind
+    )
     return TraceReport(
         traces=traces,
         seconds=time.monotonic() - started,
-        notes=tuple(program.notes),
+        notes=tuple(described.notes),
         files=files.report(),
     )
 
 
 def traces_of(
-    program: Described, variants: Sequence[TraceVariant], *, wraps: Sequence[str]
+    described: Described,
+    variants: Sequence[TraceVariant],
+    fake: PlanningMode,
+    *,
+    wraps: Sequence[str],
+    kind: DeviceKind,
 ) -> dict[TraceVariant, StepTrace]:
-    """Trace a program in every variant; called within a ``FakeTensorMode``."""
-    program.model.train()
-    return {
-        variant: trace_step(
-            program.model, program.forward, wraps=wraps, optimizer=_optimizer(program)
-        )
-        for variant in variants
-    }
+    """Trace a program in every variant.
 
-
-def _optimizer(program: Described) -> OptimizerTrace:
-    names = [name for name, _ in program.model.named_parameters()]
-    state = tuple(OptimizerAllocated(n, p, 8, 0, "optimizer") for n, p in enumerate(names))
-    roots = tuple(
-        OptimizerAllocated(n, p, 4, 0, "temporary") for n, p in enumerate(names, len(names))
+    Args:
+        described: the program, of fake tensors.
+        variants: what is traced.
+        fake: the mode of the tensors.
+        wraps: rules whose units are wanted.
+        kind: of which kernels.
+    """
+    described.model.train()
+    held = {id(p) for optimizer in described.optimizers for p in parameters_of(optimizer)}
+    program = Program(
+        model=described.model,
+        batch_of=described.make_batch,
+        loss_of=described.loss_of,
+        is_cuda=kind == "cuda",
     )
-    temporary: tuple[OptimizerEvent, ...] = (*roots, *(Freed(e.id) for e in roots))
-    return OptimizerTrace(name="AdamW", first=(*state, *temporary), later=temporary)
+    names = {id(p): name for name, p in described.model.named_parameters()}
+    optimizer = trace_optimizers(described.optimizers, names, is_cuda=program.is_cuda)
+    with cards_are_the_host(), NoCard() as stand_in, fake:
+        traces = {
+            variant: trace_step(
+                program, variant=variant, wraps=wraps, optimizer=optimizer, trained=held
+            )
+            for variant in variants
+        }
+    if stand_in.has_given_values:
+        described.notes.append(_READS)
+    return traces

@@ -28,8 +28,13 @@ from fsdp_magic.engine.parallel.torch_private.forward import (
 )
 from fsdp_magic.engine.parallel.torch_private.loaders import shut_down_workers
 from fsdp_magic.engine.parallel.torch_private.newest_names import all_gather_single
-from fsdp_magic.engine.parallel.torch_private.optimizers import make_state, makes_state
+from fsdp_magic.engine.parallel.torch_private.optimizers import (
+    make_state,
+    makes_state,
+    step_on_own_parts,
+)
 from fsdp_magic.engine.parallel.torch_private.tensors import (
+    address_of,
     align_group_count,
     cast_floating,
     point_at,
@@ -58,6 +63,7 @@ from fsdp_magic.engine.parallel.torch_private.views import gather_for_written_vi
 __all__ = [
     "BACKWARD_FUNCTION",
     "_reset_iteration_state",
+    "address_of",
     "align_group_count",
     "all_gather_single",
     "at_end_of_backward",
@@ -91,6 +97,7 @@ __all__ = [
     "sharded_of_unsharded",
     "shut_down_workers",
     "state_reference",
+    "step_on_own_parts",
     "storage_bytes",
     "take_whole_in_lists",
     "units",

@@ -144,6 +144,12 @@ def point_at(shard: torch.Tensor, rows: torch.Tensor) -> None:
         shard._local_tensor = rows
 
 
+def address_of(shard: torch.Tensor) -> int:
+    """Return where the rows of a sharded tensor are that this rank has."""
+    assert isinstance(shard, DTensor)
+    return shard._local_tensor.data_ptr()
+
+
 def writes_to(shard: torch.Tensor) -> int:
     """Return how often a sharded tensor was written, itself or what ``to_local()`` gives."""
     assert isinstance(shard, DTensor)
