@@ -20,7 +20,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from fsdp_magic.engine.planning.passes import Program
 from published.flat_parameters import FlatParameterOverlay
 from published.gpt2 import LARGE, VOCABULARY, XL, LanguageModel, Outputs, Size
 from published.loops import one_parameter_at_a_time
@@ -34,6 +33,7 @@ from fsdp_magic.core.planning.ledger import Ledger
 from fsdp_magic.core.planning.overlay import Setting, replay
 from fsdp_magic.core.planning.step_trace import StepTrace
 from fsdp_magic.core.units import GIB
+from fsdp_magic.engine.planning.passes import Program
 from fsdp_magic.engine.planning.tracing import trace_step
 
 SEQUENCE = 128

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from fsdp_magic.engine.planning.passes import Program
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
@@ -22,6 +21,7 @@ from fsdp_magic.core.planning.ledger import Ledger
 from fsdp_magic.core.planning.overlay import Setting, replay
 from fsdp_magic.core.planning.step_trace import StepTrace
 from fsdp_magic.core.units import GIB, MIB
+from fsdp_magic.engine.planning.passes import Program
 from fsdp_magic.engine.planning.tracing import trace_step
 from published.flat_parameters import FlatParameterOverlay
 from published.loops import one_parameter_at_a_time

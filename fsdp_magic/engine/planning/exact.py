@@ -83,7 +83,10 @@ def exact_peak(
 
 
 def spec_of(
-    strategy: str, variant: TraceVariant = TraceVariant(), *, wrap: str = "blocks"  # noqa: B008
+    strategy: str,
+    variant: TraceVariant = TraceVariant(),
+    *,
+    wrap: str = "blocks",
 ) -> ModelSpec:
     """Return the options of a strategy and a variant."""
     return ModelSpec(

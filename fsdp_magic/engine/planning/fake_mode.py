@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._subclasses import fake_tensor
@@ -68,14 +68,14 @@ class PlanningMode(FakeTensorMode):
             self._keep(out, _ALIKE[func], (out, args), {})
         return out
 
-    def _is_kept(self, out: Any) -> bool:
+    def _is_kept(self, out: Any) -> TypeGuard[FakeTensor]:
         """Return whether values are kept: of integers, and of matrices, such as masks."""
         if type(out) is not FakeTensor or out.constant is not None:
             return False
         return out.numel() <= _MOST_ELEMENTS and (not out.dtype.is_floating_point or out.ndim > 1)
 
     def _keep(self, out: FakeTensor, make: Any, args: Any, kwargs: Any) -> None:
-        with no_dispatch():  # type: ignore[no-untyped-call]
+        with no_dispatch():
             out.constant = make(*args, **kwargs)
         self.fake_tensor_converter.add_constant_storage_mapping(out)
 

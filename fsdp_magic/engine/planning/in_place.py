@@ -55,7 +55,7 @@ _ONE_HOLDER = 2
 
 
 def _storage_uses(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -73,7 +73,7 @@ def _by_stride(dim: tuple[int, int]) -> tuple[int, int]:
 
 
 def _node() -> Any:
-    return torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return torch._C._current_autograd_node()
 
 
 class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,4 +101,4 @@ def uses_when_alone() -> int:
         total = middle.sin() + middle.cos()
         with _Counts() as counts:
             torch.autograd.grad(total, leaf, torch.ones(1))
-    return counts.uses
+    return int(counts.uses)

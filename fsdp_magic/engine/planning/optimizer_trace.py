@@ -188,7 +188,7 @@ def _as_by_default(optimizer: Optimizer, *, is_cuda: bool) -> Iterator[None]:
                     group[name] = old[name]
 
 
-class _OwnedTracker(Tracker):
+class _OwnedTracker(Tracker):  # type: ignore[no-untyped-call]
     """Logs as the place of an allocation the parameter that it belongs to.
 
     Args:

@@ -135,7 +135,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         self._resize = resize
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> Any:
