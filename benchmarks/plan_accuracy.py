@@ -15,9 +15,9 @@ record says which commit and which seed.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
-import linecache
 import random
 import statistics
 import subprocess
@@ -33,10 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "engines"))
 
 from allocator_events import measured, of_known_pattern  # noqa: E402
+from planned_cells import trace_of  # noqa: E402
 
 import fsdp_magic  # noqa: E402
 from fsdp_magic.core.planning.overlay import Setting  # noqa: E402
-from fsdp_magic.core.planning.requests import TraceVariant  # noqa: E402
 from fsdp_magic.core.planning.step_trace import (  # noqa: E402
     Freed,
     OptimizerAllocated,
@@ -219,28 +219,14 @@ def predicted(case: Case, traces: dict[tuple[str, ...], StepTrace]) -> int:
 
 def _trace(case: Case) -> StepTrace:
     """Trace a case's cells without weights."""
-    from fsdp_magic.engine.planning.fake_mode import PlanningMode
-    from fsdp_magic.engine.planning.passes import Program
-    from fsdp_magic.engine.planning.tracing import trace_step
-
     build, cell = SHAPES[case.shape]
-    name = f"<plan of {case.shape}>"
-    linecache.cache[name] = len(build), None, build.splitlines(keepends=True), name
-    names: dict[str, Any] = {}
-    with PlanningMode():
-        exec(compile(build, name, "exec"), names)
-        names["model"].train()
-
-        def loss_of(samples: int) -> Any:
-            exec(cell.replace("MICRO_BATCH", str(samples)), names)
-            loss, names["loss"] = names["loss"], names["loss"].detach()
-            return loss
-
-        program = Program(model=names["model"], batch_of=int, loss_of=loss_of)
-        variant = TraceVariant(case.precision, case.activation_checkpointing)
-        trained = [name for name, p in names["model"].named_parameters() if p.requires_grad]
-        optimizer = _optimizer(case.optimizer, trained)
-        return trace_step(program, variant=variant, optimizer=optimizer)
+    return trace_of(
+        build,
+        lambda samples: cell.replace("MICRO_BATCH", str(samples)),
+        optimizer=functools.partial(_optimizer, case.optimizer),
+        precision=case.precision,
+        activation_checkpointing=case.activation_checkpointing,
+    )
 
 
 def _optimizer(name: str, parameters: Sequence[str]) -> OptimizerTrace:
@@ -301,6 +287,7 @@ def compare(
         "predicted": peak,
         "measured": peaks.highest,
         "error_percent": round(error, 3),
+        "lowest_of_later_steps": peaks.lowest,
         "measured_by_step": peaks.by_step,
     }
 
