@@ -15,7 +15,6 @@ record says which commit and which seed.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import random
@@ -37,13 +36,7 @@ from planned_cells import trace_of  # noqa: E402
 
 import fsdp_magic  # noqa: E402
 from fsdp_magic.core.planning.overlay import Setting  # noqa: E402
-from fsdp_magic.core.planning.step_trace import (  # noqa: E402
-    Freed,
-    OptimizerAllocated,
-    OptimizerEvent,
-    OptimizerTrace,
-    StepTrace,
-)
+from fsdp_magic.core.planning.step_trace import StepTrace  # noqa: E402
 from fsdp_magic.core.planning.strategies import ledger_of  # noqa: E402
 from fsdp_magic.core.units import MIB  # noqa: E402
 from fsdp_magic.notebook.session import Session  # noqa: E402
@@ -221,37 +214,11 @@ def _trace(case: Case) -> StepTrace:
     """Trace a case's cells without weights."""
     build, cell = SHAPES[case.shape]
     return trace_of(
-        build,
+        f"{build}optimizer = {OPTIMIZERS[case.optimizer]}",
         lambda samples: cell.replace("MICRO_BATCH", str(samples)),
-        optimizer=functools.partial(_optimizer, case.optimizer),
         precision=case.precision,
         activation_checkpointing=case.activation_checkpointing,
     )
-
-
-def _optimizer(name: str, parameters: Sequence[str]) -> OptimizerTrace:
-    """Return what an optimizer takes, by hand.
-
-    Source: ``_init_group``, ``_single_tensor_adamw`` and ``_multi_tensor_adamw`` of
-    torch/optim/{adam,sgd}.py: AdamW keeps two moments and a step count, and needs the root of the
-    second moment, which per parameter is then divided into another.
-    """
-    numbers = itertools.count()
-    state = [4.0] if name == "sgd" else [4.0, 4.0]
-    made: list[OptimizerEvent] = []
-    for p in parameters:
-        made += [OptimizerAllocated(next(numbers), p, size, 0, "optimizer") for size in state]
-        if name != "sgd":
-            made.append(OptimizerAllocated(next(numbers), p, 0, 4, "optimizer"))
-    needed: list[OptimizerEvent] = []
-    if name == "adamw_foreach":
-        roots = [OptimizerAllocated(next(numbers), p, 4, 0, "temporary") for p in parameters]
-        needed = [*roots, *(Freed(each.id) for each in roots)]
-    elif name == "adamw":
-        for p in parameters:
-            pair = [OptimizerAllocated(next(numbers), p, 4, 0, "temporary") for _ in range(2)]
-            needed += [*pair, *(Freed(each.id) for each in pair)]
-    return OptimizerTrace(name=name, first=(*made, *needed), later=tuple(needed))
 
 
 # -- measured

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_magic.core.planning.requests import TraceVariant
-from fsdp_magic.core.planning.step_trace import OptimizerTrace, StepTrace
+from fsdp_magic.core.planning.step_trace import StepTrace
 from fsdp_magic.engine.planning.fake_mode import PlanningMode
+from fsdp_magic.engine.planning.optimizer_trace import trace_optimizers
 from fsdp_magic.engine.planning.passes import Program
 from fsdp_magic.engine.planning.tracing import trace_step
 
@@ -17,16 +18,14 @@ def trace_of(
     model: str,
     cell: Callable[[int], str],
     *,
-    optimizer: Callable[[list[str]], OptimizerTrace],
     precision: str = "fp32",
     activation_checkpointing: str = "",
 ) -> StepTrace:
     """Trace cells.
 
     Args:
-        model: the code that binds ``model``.
+        model: the code that binds ``model`` and ``optimizer``.
         cell: returns that which binds ``loss``, for a number of samples.
-        optimizer: returns what the optimizer of parameters takes, by their names.
         precision: what the model computes in.
         activation_checkpointing: what it computes again.
     """
@@ -43,9 +42,9 @@ def trace_of(
             loss, names["loss"] = names["loss"], names["loss"].detach()
             return loss
 
-        trained = [n for n, p in names["model"].named_parameters() if p.requires_grad]
+        parameters = {id(p): n for n, p in names["model"].named_parameters()}
         return trace_step(
             Program(model=names["model"], batch_of=int, loss_of=loss_of),
             variant=TraceVariant(precision, activation_checkpointing),
-            optimizer=optimizer(trained),
+            optimizer=trace_optimizers([names["optimizer"]], parameters),
         )

@@ -11,7 +11,6 @@ from planned_cells import trace_of
 
 from fsdp_magic.core.planning.gradient_buckets import BUCKET_BYTES
 from fsdp_magic.core.planning.overlay import Setting
-from fsdp_magic.core.planning.step_trace import OptimizerAllocated, OptimizerTrace
 from fsdp_magic.core.planning.strategies import ledger_of
 from fsdp_magic.core.units import MIB
 
@@ -41,11 +40,6 @@ UNIT_BYTES = 4 * (384 * 384 + 3 * 384)
 
 def cell(samples: int) -> str:
     return CELL.replace("SAMPLES", str(samples))
-
-
-def momentum(parameters: list[str]) -> OptimizerTrace:
-    state = tuple(OptimizerAllocated(n, p, 4, 0, "optimizer") for n, p in enumerate(parameters))
-    return OptimizerTrace(name="SGD", first=state, later=())
 
 
 def test_the_measure_knows_what_it_measures(session) -> None:
@@ -80,7 +74,7 @@ def test_a_planned_peak_is_the_allocators(
         strategy=strategy, accumulate=accumulate, accumulate_sync=sync, backend="gloo"
     )
     trace = trace_of(
-        MODEL, cell, optimizer=momentum, precision=precision, activation_checkpointing=checkpointing
+        MODEL + OPTIMIZER, cell, precision=precision, activation_checkpointing=checkpointing
     )
     planned = ledger_of(trace, setting).peak(SAMPLES)
     options = {"accumulate_sync": sync} if sync != "every" else {}
