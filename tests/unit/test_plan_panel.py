@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 from panel_records import HOSTILE, Page, assert_harmless
-from plan_records import device, memory_plan
+from plan_records import device, memory_plan, strategy_plan
 
+from fsdp_magic.core.planning.cards import find_card
 from fsdp_magic.core.planning.memory_plan import Interval
 from fsdp_magic.core.planning.timeline import KINDS
 from fsdp_magic.core.units import GIB, MIB
@@ -169,6 +170,15 @@ def test_nothing_is_ranked_without_a_card() -> None:
     ranked = replace(ranked, rows=[replace(ranked.rows[0], rank=1)])
     assert " #1 " in panel.text(ranked)
     assert "it promises no seconds" in panel.text(ranked)
+
+
+def test_a_card_without_bf16_is_told_where_a_strategy_computes_in_it() -> None:
+    plans = {"ddp+bf16": strategy_plan("ddp", precision="bf16")}
+    for name, words in (("T4", "T4 does not compute in bf16"), ("A10G", "")):
+        one = memory_plan(strategies=plans, device=device(card=find_card(name, what="")))
+        assert [note for note in view_of(one).notes if "bf16" in note] == (
+            [f"{words}, and engines refuse it there: type fp16"] if words else []
+        )
 
 
 def test_terms_are_a_table_with_names_sizes_and_sources() -> None:
