@@ -11,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test lab bench nightly picture compatibility clean
+.PHONY: install demo test test-engines test-beside lab bench nightly picture compatibility clean
 .DEFAULT_GOAL := demo
 
 install: $(INSTALLED)
@@ -32,7 +32,18 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest; tests=$$?; wait $$types && exit $$tests
+	$(MAKE) --no-print-directory --jobs 2 --keep-going test-engines test-beside
+
+# engines wait for each other often, and leave half of two cores to the others
+BESIDE := tests/unit tests/notebooks tests/chaos
+
+test-engines: $(INSTALLED)
+	$(BIN)/python -m pytest $(addprefix --ignore ,$(BESIDE))
+
+test-beside: $(INSTALLED)
+	mkdir -p build
+	($(BIN)/mypy && $(BIN)/python -m pytest -p no:cacheprovider $(BESIDE)) \
+		>build/beside.txt 2>&1; status=$$?; cat build/beside.txt; exit $$status
 
 lab: $(INSTALLED)
 	$(BIN)/jupyter lab $(LAB_ARGS) notebooks/quickstart.ipynb

@@ -27,17 +27,17 @@ def to_device(value: Any, device: torch.device) -> Any:
     return mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a batch with every tensor in it changed; its structure is kept."""
     if isinstance(value, torch.Tensor):
-        return change(value)
+        return function(value)
     if isinstance(value, Mapping):
-        changed = {key: mapped(item, change) for key, item in value.items()}
-        return changed if type(value) is dict else _rebuilt(value, changed)
+        made = {key: mapped(item, function) for key, item in value.items()}
+        return made if type(value) is dict else _rebuilt(value, made)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(item, change) for item in value))
+        return type(value)(*(mapped(item, function) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(mapped(item, change) for item in value)
+        return type(value)(mapped(item, function) for item in value)
     return value
 
 

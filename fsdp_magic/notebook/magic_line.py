@@ -114,7 +114,7 @@ def _value(option: Option, typed: str) -> Wanted:
     fitting = tuple(
         Offer(text=choice, about=option.flags[0])
         for choice in choices
-        if choice.startswith(typed.lower())
+        if choice.lower().startswith(typed.lower())
     )
     return Wanted(
         fragment=typed,

@@ -102,6 +102,11 @@ class FsdpMagics(Magics):
     def fsdp_plan(self, line: str, cell: str | None = None) -> planning.Plan | None:
         """Predict peak memory and the largest batch for hardware that is not here."""
         if cell is None:
+            if sessions.current() is None:
+                raise UsageError(
+                    "%fsdp_plan plans a session's training, and there are no engines; write the "
+                    "model into a %%fsdp_plan cell, or type %fsdp_init to start some"
+                )
             session = self._session()
             spec = parse(line, PlanSpec, magic="%fsdp_plan", numbers=session.number)
             made = session.plan_from(spec)

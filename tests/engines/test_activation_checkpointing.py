@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
-from coverings import pairwise
 from equality import PLAIN, PLAIN_CELL, STEPS, Case, Trajectory, assert_equal, single_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +36,18 @@ def on_engines(session, case, kind, *, strategy="full_shard", accumulate=1) -> T
     return trajectory
 
 
-@pairwise(kind=["blocks", "selective"], strategy=STRATEGIES, model=MODELS, accumulate=[1, 2])
+AXES = (["blocks", "selective"], STRATEGIES, MODELS, [1, 2])
+EVERY_COMMIT = ("blocks", "full_shard", "gpt2-tied", 2), ("selective", "ddp", "plain", 1)
+"""``test_strategies`` has any two of them together, and with all else."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "model", "accumulate"),
+    [
+        pytest.param(*case, marks=() if case in EVERY_COMMIT else pytest.mark.nightly)
+        for case in product(*AXES)
+    ],
+)
 def test_training_equals_one_process(session, kind, strategy, model, accumulate):
     case = MODELS[model]
     measured = on_engines(session, case, kind, strategy=strategy, accumulate=accumulate)

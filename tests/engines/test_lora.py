@@ -48,8 +48,15 @@ def built(base: str, adapters: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # of peft, about transformers
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [
+        ("full_shard", 2),
+        ("shard_grad_op", 1),
+        pytest.param("full_shard", 1, marks=pytest.mark.nightly),
+        pytest.param("shard_grad_op", 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_adapters_train_as_in_one_process(session, strategy, accumulate):
     program = Program(built=built("float64", "float64"), cell=CELL)
     measured = on_engines(session, program, strategy=strategy, accumulate=accumulate)

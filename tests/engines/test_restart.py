@@ -297,4 +297,5 @@ def test_ten_replacements_leave_nothing_behind(session: Session) -> None:
                     len(list(Path(session.engines.cluster.directory).rglob("*.log"))),
                 )
             )
-    assert resources[0] == resources[1]
+    # what earlier tests left to the garbage collector may go meanwhile
+    assert all(last <= first for first, last in zip(*resources, strict=True)), resources

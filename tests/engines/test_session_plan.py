@@ -93,6 +93,37 @@ def test_a_plan_leaves_the_session_as_it_was(session: Session, strategy: str) ->
     assert after == straight_on
 
 
+WITHOUT_FORK = """
+import fsdp_magic.engine.planning.session as _session_plan
+_session_plan.can_fork = lambda engine: {}
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "ddp", "shard_grad_op"])
+def test_without_a_fork_all_is_put_back(session: Session, strategy: str) -> None:
+    """As on engines with CUDA."""
+    train(session, strategy=strategy)
+    session.run(WITHOUT_FORK.format(False), show=False)
+    try:
+        before = state_of(session)
+        plan = session.plan(strategies=["ddp", "full_shard"], show=False)
+        assert state_of(session) == before
+        after = session.train(CELL, data="data", steps=2, micro_batch_size=8, show=False).losses
+        session.train(f"{CELL}\nint(loss.sum() > 0)", data="data", steps=1, show=False)
+        before = state_of(session)
+        with pytest.raises(CellFailedError):
+            session.plan(show=False)
+        assert state_of(session) == before
+    finally:
+        session.run(WITHOUT_FORK.format(True), show=False)
+    train(session, strategy=strategy)
+    forked = session.plan(strategies=["ddp", "full_shard"], show=False)
+    assert plan["ddp"].trace == forked["ddp"].trace
+    straight_on = session.train(CELL, data="data", steps=2, micro_batch_size=8, show=False).losses
+    assert after == straight_on
+
+
 def test_without_options_the_sessions_own_are_planned(session: Session) -> None:
     session.model(MODEL, strategy="shard_grad_op", wrap="none", show=False)
     session.train(CELL, data="data", steps=1, accumulate=2, show=False)

@@ -114,9 +114,7 @@ def test_parts_used_on_one_rank_only_train_as_in_one_process(
     assert_equal(measured, in_one_process(program, accumulate=accumulate), tolerance=1e-9)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", MODELS)
+@pairwise(model=MODELS, strategy=STRATEGIES, accumulate=[1, 2])
 def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(session, model, strategy, accumulate):
     program = Program(
         built=START + MODELS[model] + DATA + ADAMW, cell=CELL.replace("CHOSEN", "rank")
@@ -132,8 +130,15 @@ def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(session, model, st
 # -- activation checkpointing by transformers itself
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("reentrant", "strategy"),
+    [
+        (True, "full_shard"),
+        (False, "shard_grad_op"),
+        pytest.param(True, "shard_grad_op", marks=pytest.mark.nightly),
+        pytest.param(False, "full_shard", marks=pytest.mark.nightly),
+    ],
+)
 def test_gradient_checkpointing_of_transformers_equals_one_process(session, reentrant, strategy):
     case = equality.Case()
     checkpointed = equality.Case(

@@ -19,6 +19,7 @@ from fsdp_magic.core.specs import (
     EvalSpec,
     InitSpec,
     ModelSpec,
+    PlanSpec,
     TrainSpec,
 )
 from fsdp_magic.errors import CellFailedError, UsageError
@@ -47,6 +48,10 @@ class FakeSession:
     def compare_from(self, *args: Any, **options: Any) -> str:
         self._note("compare_from", args, options)
         return "comparison"
+
+    def plan_from(self, *args: Any, **options: Any) -> str:
+        self._note("plan_from", args, options)
+        return "plan"
 
     def number(self, flag: str, expression: str) -> float:
         self._note("number", (flag, expression), {})
@@ -414,6 +419,26 @@ def test_a_cell_magic_on_one_line_says_that_it_takes_a_cell(
     with pytest.raises(UsageError, match="type %%fsdp_train and the code beneath it"):
         shell.run_line_magic("fsdp_train", "--steps 5")
     assert session.calls == []
+
+
+def test_a_plan_of_a_cell_needs_no_engines(
+    shell: InteractiveShell, session: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(magics.planning, "plan_from", lambda *a, **o: asked.append((a, o)) or "p")
+    assert ran(shell, "%%fsdp_plan --gpus 4 -o plan  # a comment\nmodel = net") is None
+    ((spec, cell), options) = asked[0]
+    assert (spec, cell) == (PlanSpec(world_size=4, output="plan"), "model = net\n")
+    assert options["name"].startswith("<%%fsdp_plan [")
+    assert shell.user_ns["plan"] == "p"
+    assert session.calls == []
+
+
+def test_a_plan_without_a_cell_is_the_sessions(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    assert ran(shell, "%fsdp_plan --strategies ddp") == "plan"
+    assert session.calls == [("plan_from", (PlanSpec(strategies=("ddp",)),), {})]
 
 
 def test_compare_asks_for_the_strategies_of_the_line(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.engine.planning.batches import default_batch
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
+from fsdp_magic.engine.planning.files_read import FilesRead
 from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
 from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
 from fsdp_magic.engine.planning.weightless import make_fake, weightless
@@ -73,6 +76,9 @@ def test_constructors_may_compute_with_what_is_small() -> None:
         "assert torch.cuda.is_available() and torch.cuda.device_count() == 1",
         "torch.set_default_device('cuda')",
         "x = torch.zeros(3, device='cuda').pin_memory().cuda(non_blocking=True)",
+        "with torch.autocast('cuda', dtype=torch.bfloat16): assert nn.Linear(2, 2)("
+        "torch.zeros(1, 2, device='cuda')).dtype == torch.bfloat16",
+        "model = torch.compile(model); model.compile()",
     ],
 )
 def test_a_cell_for_a_card_runs_without_one(move: str) -> None:
@@ -83,10 +89,13 @@ def test_a_cell_for_a_card_runs_without_one(move: str) -> None:
 
 
 def test_afterwards_torch_is_as_it_was() -> None:
-    before = (torch.cuda.is_available, torch.set_default_device, nn.Module._apply, torch.load)
+    def changed() -> list[Any]:
+        of_cards = [torch.cuda.is_available, torch.set_default_device, torch.autocast.__init__]
+        return [*of_cards, nn.Module._apply, nn.Module.compile, torch.load, torch.compile]
+
+    before = changed()
     ran(HEAD + NET + BATCH + LOSS)
-    after = (torch.cuda.is_available, torch.set_default_device, nn.Module._apply, torch.load)
-    assert before == after
+    assert changed() == before
 
 
 def test_parameters_stay_those_of_the_optimizers_and_tied() -> None:
@@ -192,6 +201,23 @@ def test_the_length_of_samples_is_the_models_own_and_said() -> None:
     batch = default_batch(transformers.AutoModelForCausalLM.from_config(GPT2), None)
     assert batch.make(1)["input_ids"].shape == (1, 32)
     assert "each sample has 32 tokens, the most that GPT2LMHeadModel takes" in batch.note
+
+
+def test_files_of_the_persons_are_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_layers.py").write_text("WIDTH = 3")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(2):  # the second time its compiled form is read
+        files = FilesRead()
+        importlib.import_module("my_layers")
+        importlib.import_module("wave")
+        (tmp_path / "config.json").read_bytes()
+        (tmp_path / "out.txt").write_text("written, not read")
+        heard = files.report() or ()
+        monkeypatch.delitem(sys.modules, "my_layers")
+        monkeypatch.delitem(sys.modules, "wave")
+        assert {Path(file.path).name for file in heard} == {"my_layers.py", "config.json"}
+        assert {file.size for file in heard} == {9, 2}
 
 
 def test_a_checkpoint_is_not_read(tmp_path: Any) -> None:

@@ -88,7 +88,7 @@ class PlanningMode(FakeTensorMode):
             return tensor
         fake: FakeTensor = self.from_tensor(tensor)
         if not tensor.is_floating_point() and tensor.numel() <= _MOST_ELEMENTS:
-            with no_dispatch():  # type: ignore[no-untyped-call]  # else it is a fake one, too
+            with no_dispatch():  # else it is a fake one, too
                 fake.constant = tensor.detach().cpu()
             self.fake_tensor_converter.add_constant_storage_mapping(fake)
         return fake

@@ -6,6 +6,7 @@ are files of installed libraries, whose versions are known otherwise.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -62,13 +63,17 @@ def _source(path: str) -> str:
 
 
 def _is_persons(path: str) -> bool:
+    """Return whether a file is none of a library's; most are, and by their names already."""
+    if path.startswith(_not_persons()):
+        return False
+    return not os.path.realpath(path).startswith(_not_persons())
+
+
+@functools.cache
+def _not_persons() -> tuple[str, ...]:
     libraries = (sys.prefix, sys.base_prefix, site.getusersitepackages(), _PACKAGE)
-    real = os.path.realpath(path)
-    return not real.startswith(_SYSTEM) and not any(
-        each.startswith(f"{os.path.realpath(library)}{os.sep}")
-        for each in (path, real)
-        for library in libraries
-    )
+    names = dict.fromkeys((*libraries, *map(os.path.realpath, libraries)))
+    return (*_SYSTEM, *(f"{name}{os.sep}" for name in names))
 
 
 def _described(path: str) -> FileRead | None:

@@ -88,7 +88,18 @@ def cards_are_the_host() -> Iterator[None]:
         torch.set_default_device = lambda device: None if _is_card(device) else default(device)
         stack.callback(setattr, nn.Module, "_apply", nn.Module._apply)
         nn.Module._apply = _applied  # type: ignore[method-assign]
+        stack.callback(setattr, torch.autocast, "__init__", torch.autocast.__init__)
+        torch.autocast.__init__ = _of_host(torch.autocast.__init__)  # type: ignore[method-assign]
         yield
+
+
+def _of_host(begin: Callable[..., None]) -> Callable[..., None]:
+    """Return how an autocast is made that is the host's where a card's is asked for."""
+
+    def begun(cast: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(cast, "cpu" if _is_card(device_type) else device_type, *args, **kwargs)
+
+    return begun
 
 
 def _applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

@@ -1,13 +1,14 @@
 """ENGINE: ``%fsdp_plan`` without a cell: the session's model, data and last training cell.
 
 Rank 0 forks. In the child the spreading is taken back, parameters become fake ones of the whole
-shapes, and the cell runs on a batch of its own data. Nothing of the engine is touched.
+shapes, and the cell runs on a batch of its own data. Nothing of the engine is touched. With CUDA,
+where a fork cannot take backward, the engine does it itself and puts everything back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from fsdp_magic.engine.parallel.unspread import changes_of
 from fsdp_magic.engine.planning.fake_mode import PlanningMode
 from fsdp_magic.engine.planning.forked import in_fork
 from fsdp_magic.engine.planning.program import Described, values_explained
+from fsdp_magic.engine.planning.put_back import in_engine
 from fsdp_magic.engine.planning.traces import traces_of
 from fsdp_magic.engine.planning.weightless import make_fake
 from fsdp_magic.engine.position import Position
@@ -65,7 +67,7 @@ def plan(engine: State, request: PlanRequest) -> Reply:
     with engine.cell({}):
         try:
             with INTERRUPTS.allowed():
-                report = in_fork(lambda: _traced(engine, request))
+                report = _in_copy(engine, lambda: _traced(engine, request))
         except KeyboardInterrupt:
             INTERRUPTS.close()
             report = None
@@ -74,12 +76,22 @@ def plan(engine: State, request: PlanRequest) -> Reply:
     return Reply(rank=engine.world.rank, report=report)
 
 
+def _in_copy(engine: State, work: Callable[[], TraceReport]) -> Any:
+    return in_fork(work) if can_fork(engine) else in_engine(engine, work)
+
+
+def can_fork(engine: State) -> bool:
+    """Return whether a fork of this engine can take backward."""
+    has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return engine.world.device.type == "cpu" and not has_cuda
+
+
 def _traced(engine: State, request: PlanRequest) -> TraceReport:
-    """Trace in the child; nothing is put back."""
+    """Trace; nothing is put back."""
     started = time.monotonic()
     training, namespace = request.training, engine.namespace
     cell = cells.compile_training_cell(training.code, training.name, shell=engine.shell)
-    batch = _a_batch(training, namespace, seed=engine.world.request.seed)
+    batch = _a_batch(engine, training)
     samples = sample_count(batch)
     if samples is None:
         raise FsdpError(
@@ -151,17 +163,17 @@ def _unspread(model: ShardedModel, namespace: dict[str, Any]) -> tuple[nn.Module
     return root, [o for o in optimizers if any(id(p) in ours for p in parameters_of(o))]
 
 
-def _a_batch(training: TrainRequest, namespace: dict[str, Any], *, seed: int) -> Any:
+def _a_batch(engine: State, training: TrainRequest) -> Any:
     """Return a micro-batch of the data that a run reads, from its beginning.
 
     Raises:
         FsdpError: if there is none.
     """
-    spec = training.spec
+    spec, namespace = training.spec, engine.namespace
     cut = Cut(
         rank=0,
         ranks=1,
-        seed=seed,
+        seed=engine.world.request.seed,
         micro_batch_size=spec.micro_batch_size,
         tokens_per_batch=spec.tokens_per_batch,
         shuffle=not spec.no_shuffle,
@@ -171,6 +183,11 @@ def _a_batch(training: TrainRequest, namespace: dict[str, Any], *, seed: int) ->
     taken = []
     for source in named_sources(spec, namespace):
         track = Track(source, cut=cut, cursor=position.cursor(source))
+        if not (track.begins_anew or can_fork(engine)):
+            raise FsdpError(
+                "the data can be read once, and a plan would take from it; write example_batch(b) "
+                "into a %%fsdp_plan cell"
+            )
         taken.append(track.take())
         track.close()
     if not taken or None in taken:
@@ -195,7 +212,7 @@ def _resized(batch: Any, samples: int, b: int, *, tokens: int | None) -> Any:
             tensor = tensor[:, torch.arange(wanted) % length]
         return tensor
 
-    with no_dispatch():  # type: ignore[no-untyped-call]  # real samples, of which ids keep values
+    with no_dispatch():  # real samples, of which ids keep values
         return mapped(batch, resized)
 
 

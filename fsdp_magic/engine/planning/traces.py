@@ -6,18 +6,13 @@ import time
 from collections.abc import Sequence
 
 from fsdp_magic.core.planning.requests import DeviceKind, TraceReport, TraceRequest, TraceVariant
-from fsdp_magic.core.planning.step_trace import (
-    Freed,
-    OptimizerAllocated,
-    OptimizerEvent,
-    OptimizerTrace,
-    StepTrace,
-)
+from fsdp_magic.core.planning.step_trace import StepTrace
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
 from fsdp_magic.engine.planning.fake_mode import PlanningMode
 from fsdp_magic.engine.planning.files_read import FilesRead
 from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
+from fsdp_magic.engine.planning.optimizer_trace import trace_optimizers
 from fsdp_magic.engine.planning.passes import Program
 from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
 from fsdp_magic.engine.planning.tracing import trace_step
@@ -71,8 +66,9 @@ def traces_of(
         loss_of=described.loss_of,
         is_cuda=kind == "cuda",
     )
+    names = {id(p): name for name, p in described.model.named_parameters()}
+    optimizer = trace_optimizers(described.optimizers, names, is_cuda=program.is_cuda)
     with cards_are_the_host(), NoCard() as stand_in, fake:
-        optimizer = _optimizer(described)
         traces = {
             variant: trace_step(
                 program, variant=variant, wraps=wraps, optimizer=optimizer, trained=held
@@ -82,13 +78,3 @@ def traces_of(
     if stand_in.has_given_values:
         described.notes.append(_READS)
     return traces
-
-
-def _optimizer(described: Described) -> OptimizerTrace:
-    names = [name for name, _ in described.model.named_parameters()]
-    state = tuple(OptimizerAllocated(n, p, 8, 0, "optimizer") for n, p in enumerate(names))
-    roots = tuple(
-        OptimizerAllocated(n, p, 4, 0, "temporary") for n, p in enumerate(names, len(names))
-    )
-    temporary: tuple[OptimizerEvent, ...] = (*roots, *(Freed(e.id) for e in roots))
-    return OptimizerTrace(name="AdamW", first=(*state, *temporary), later=temporary)

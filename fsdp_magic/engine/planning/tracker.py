@@ -240,12 +240,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for part, copied in moments_of(func, args, out):
                 self._take_for_a_moment(copied, tuple(part.shape), name)
                 self.add(part, name)
+        self.count(name, args, out)
+        self.log.operations.count(func, args, kwargs, out)
+        return out
+
+    def count(self, operator: str, args: Any, out: Any) -> None:  # noqa: ARG002
+        """Count what an operator returned."""
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                self.add(leaf, name)
-        self.log.operations.count(func, args, kwargs, out)
-        return out
+                self.add(leaf, operator)
 
     def _take_for_a_moment(self, size: int, shape: tuple[int, ...], operator: str) -> None:
         number = self._next

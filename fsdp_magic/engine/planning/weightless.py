@@ -56,19 +56,24 @@ class Weightless(TorchFunctionMode):
 
 @contextmanager
 def weightless(fake: FakeTensorMode) -> Iterator[None]:
-    """Let code run inside that makes large tensors, and loads some from files."""
-    load = torch.load
+    """Let code run inside that makes large tensors, loads some from files, and compiles."""
+    load, compiled, compile_module = torch.load, torch.compile, nn.Module.compile
 
     def loaded(*args: Any, **kwargs: Any) -> Any:
         with fake:  # torch then reads shapes only
             return load(*args, **kwargs)
 
-    torch.load = loaded
+    def as_it_is(model: Any = None, **_: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    torch.load, torch.compile = loaded, as_it_is
+    nn.Module.compile = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         with Weightless(fake):
             yield
     finally:
-        torch.load = load
+        torch.load, torch.compile = load, compiled
+        nn.Module.compile = compile_module  # type: ignore[method-assign]
 
 
 def make_fake(model: nn.Module, optimizers: Iterable[Optimizer], fake: FakeTensorMode) -> None:
