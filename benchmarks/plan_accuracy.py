@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import linecache
 import random
 import statistics
 import subprocess
@@ -33,17 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "engines"))
 
 from allocator_events import measured, of_known_pattern  # noqa: E402
+from planned_cells import trace_of  # noqa: E402
 
 import fsdp_magic  # noqa: E402
 from fsdp_magic.core.planning.overlay import Setting  # noqa: E402
-from fsdp_magic.core.planning.requests import TraceVariant  # noqa: E402
-from fsdp_magic.core.planning.step_trace import (  # noqa: E402
-    Freed,
-    OptimizerAllocated,
-    OptimizerEvent,
-    OptimizerTrace,
-    StepTrace,
-)
+from fsdp_magic.core.planning.step_trace import StepTrace  # noqa: E402
 from fsdp_magic.core.planning.strategies import ledger_of  # noqa: E402
 from fsdp_magic.core.units import MIB  # noqa: E402
 from fsdp_magic.notebook.session import Session  # noqa: E402
@@ -219,53 +212,13 @@ def predicted(case: Case, traces: dict[tuple[str, ...], StepTrace]) -> int:
 
 def _trace(case: Case) -> StepTrace:
     """Trace a case's cells without weights."""
-    from fsdp_magic.engine.planning.fake_mode import PlanningMode
-    from fsdp_magic.engine.planning.passes import Program
-    from fsdp_magic.engine.planning.tracing import trace_step
-
     build, cell = SHAPES[case.shape]
-    name = f"<plan of {case.shape}>"
-    linecache.cache[name] = len(build), None, build.splitlines(keepends=True), name
-    names: dict[str, Any] = {}
-    with PlanningMode():
-        exec(compile(build, name, "exec"), names)
-        names["model"].train()
-
-        def loss_of(samples: int) -> Any:
-            exec(cell.replace("MICRO_BATCH", str(samples)), names)
-            loss, names["loss"] = names["loss"], names["loss"].detach()
-            return loss
-
-        program = Program(model=names["model"], batch_of=int, loss_of=loss_of)
-        variant = TraceVariant(case.precision, case.activation_checkpointing)
-        trained = [name for name, p in names["model"].named_parameters() if p.requires_grad]
-        optimizer = _optimizer(case.optimizer, trained)
-        return trace_step(program, variant=variant, optimizer=optimizer)
-
-
-def _optimizer(name: str, parameters: Sequence[str]) -> OptimizerTrace:
-    """Return what an optimizer takes, by hand.
-
-    Source: ``_init_group``, ``_single_tensor_adamw`` and ``_multi_tensor_adamw`` of
-    torch/optim/{adam,sgd}.py: AdamW keeps two moments and a step count, and needs the root of the
-    second moment, which per parameter is then divided into another.
-    """
-    numbers = itertools.count()
-    state = [4.0] if name == "sgd" else [4.0, 4.0]
-    made: list[OptimizerEvent] = []
-    for p in parameters:
-        made += [OptimizerAllocated(next(numbers), p, size, 0, "optimizer") for size in state]
-        if name != "sgd":
-            made.append(OptimizerAllocated(next(numbers), p, 0, 4, "optimizer"))
-    needed: list[OptimizerEvent] = []
-    if name == "adamw_foreach":
-        roots = [OptimizerAllocated(next(numbers), p, 4, 0, "temporary") for p in parameters]
-        needed = [*roots, *(Freed(each.id) for each in roots)]
-    elif name == "adamw":
-        for p in parameters:
-            pair = [OptimizerAllocated(next(numbers), p, 4, 0, "temporary") for _ in range(2)]
-            needed += [*pair, *(Freed(each.id) for each in pair)]
-    return OptimizerTrace(name=name, first=(*made, *needed), later=tuple(needed))
+    return trace_of(
+        f"{build}optimizer = {OPTIMIZERS[case.optimizer]}",
+        lambda samples: cell.replace("MICRO_BATCH", str(samples)),
+        precision=case.precision,
+        activation_checkpointing=case.activation_checkpointing,
+    )
 
 
 # -- measured
@@ -301,6 +254,7 @@ def compare(
         "predicted": peak,
         "measured": peaks.highest,
         "error_percent": round(error, 3),
+        "lowest_of_later_steps": peaks.lowest,
         "measured_by_step": peaks.by_step,
     }
 

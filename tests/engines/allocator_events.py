@@ -62,9 +62,11 @@ gc.collect()
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Peaks of allocated bytes: of each rank, by step.
+    """Peaks of allocated bytes: of each rank, by step, and of what followed the last step.
 
-    The last step of a rank also has what followed it; each begins where an optimizer has stepped.
+    A step ends where an optimizer has stepped. Steps differ by what other threads are late with:
+    gloo's let go of a copy some time after it was waited for, and a bucket of gradients that is
+    reduced early makes room for the next.
     """
 
     of_ranks: list[list[int]]
@@ -73,6 +75,11 @@ class Peaks:
     def highest(self) -> int:
         """The highest of any rank."""
         return max(max(steps) for steps in self.of_ranks)
+
+    @property
+    def lowest(self) -> int:
+        """The lowest of any rank in any step but the first, which makes what later ones have."""
+        return min(min(steps[1:-1]) for steps in self.of_ranks)
 
     @property
     def by_step(self) -> list[int]:

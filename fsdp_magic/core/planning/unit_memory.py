@@ -179,9 +179,13 @@ class UnitMemory:
                 self._ledger.give_back(low)
 
     def _accumulate(self, unit: Unit) -> None:
+        """Add gradients to those in fp32 of earlier micro-steps; CPUs cast them to a copy first."""
         for p in unit.parameters:
-            if self._ledger.holds(("accumulated gradient", p.name)):
-                self._ledger.give_back(("whole gradient", p.name))
+            low = ("whole gradient", p.name)
+            if self._ledger.holds(("accumulated gradient", p.name)) and self._ledger.holds(low):
+                if self._setting.backend == "gloo":
+                    self._moment("gradient cast to be added", unit, p.elements * _REDUCED_BYTES)
+                self._ledger.give_back(low)
 
     def reduce(self, unit: Unit) -> None:
         """Make whole gradients those of this rank's shards, added up over the ranks."""
