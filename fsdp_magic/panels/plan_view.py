@@ -101,9 +101,19 @@ def view_of(plan: MemoryPlan, *, strategy: str | None = None, stamp: str = "") -
         advice=[str(each) for each in advice_for(plan, shown)],
         is_cpu=plan.device.kind == "cpu",
         card=plan.device.card.name if plan.device.card and ranking else "",
-        notes=plan.notes,
+        notes=[*plan.notes, *_without_bf16(plan)],
         stamp=stamp,
     )
+
+
+def _without_bf16(plan: MemoryPlan) -> list[str]:
+    """Return that a card does not compute in bf16, where a strategy does."""
+    card = plan.device.card
+    if card is None or card.has_bf16:
+        return []
+    if not any(each.trace.precision == "bf16" for each in plan.strategies.values()):
+        return []
+    return [f"{card.name} does not compute in bf16, and engines refuse it there: type fp16"]
 
 
 def _row(

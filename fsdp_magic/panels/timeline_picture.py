@@ -16,8 +16,8 @@ from fsdp_magic.panels.parts import GREY, RED
 WIDTH, HEIGHT = 600, 220
 _FINE = 4
 """Steps of a unit in which coordinates are written, as whole numbers."""
-_COLUMNS = 260
-"""As many as a narrow picture can show."""
+_COLUMNS = 180
+"""Of about three pixels each: more would make the picture heavy, and hardly finer."""
 
 
 def svg(timeline: Timeline, *, top_bytes: float, limit_bytes: float | None) -> str:
@@ -33,7 +33,7 @@ def svg(timeline: Timeline, *, top_bytes: float, limit_bytes: float | None) -> s
     xs = [round(WIDTH * _FINE * left_of(p.entry, timeline) / 100) for p in columns]
     areas = "".join(
         f'<path fill="{_fill(kind)}" d="{_band(xs, edges, scale)}"/>'
-        for kind, edges in reversed(_bands(columns))
+        for kind, edges in reversed(_bands(columns, top_bytes / (4 * HEIGHT)))
     )
     patterns = "".join(_pattern(kind) for kind in MEMORY_KINDS if kind.is_hatched)
     width, height = WIDTH * _FINE, HEIGHT * _FINE
@@ -58,14 +58,16 @@ def _columns(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _bands(columns: Sequence[Point]) -> list[tuple[MemoryKind, list[tuple[float, float]]]]:
-    """Return the kinds that hold anything, with lower and upper edge of each in every column."""
+def _bands(
+    columns: Sequence[Point], least: float
+) -> list[tuple[MemoryKind, list[tuple[float, float]]]]:
+    """Return the kinds of which more is held, with lower and upper edge of each in every column."""
     sizes = [drawn(dict(zip(KINDS, point.held, strict=True))) for point in columns]
     ground = [0.0] * len(columns)
     bands = []
     for number, kind in enumerate(MEMORY_KINDS):
         tops = [below + size[number] for below, size in zip(ground, sizes, strict=True)]
-        if any(size[number] for size in sizes):
+        if max(size[number] for size in sizes) > least:
             bands.append((kind, list(zip(ground, tops, strict=True))))
         ground = tops
     return bands

@@ -173,7 +173,8 @@ def test_advice_on_activations_has_the_share_and_what_checkpointing_leaves() -> 
 
 def test_advice_on_activations_takes_the_figures_of_a_variant_that_was_planned() -> None:
     plan = memory_plan("full_shard", micro_batch_size=16)
-    variant = strategy_plan("full_shard", micro_step=step_trace().micro_step[:8])
+    fewer = {"micro_step": step_trace().micro_step[:8], "activation_checkpointing": "blocks"}
+    variant = strategy_plan("full_shard", **fewer)
     both = {**plan.strategies, "full_shard+activation_checkpointing": variant}
     plan = memory_plan(strategies=both, micro_batch_size=16)
     blocks = next(a for a in advice_for(plan, "full_shard") if "blocks" in a.part)

@@ -6,12 +6,14 @@ import base64
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 from panel_records import HOSTILE, Page, assert_harmless
-from plan_records import device, memory_plan
+from plan_records import device, memory_plan, strategy_plan
 
+from fsdp_magic.core.planning.cards import find_card
 from fsdp_magic.core.planning.memory_plan import Interval
 from fsdp_magic.core.planning.timeline import KINDS
 from fsdp_magic.core.units import GIB, MIB
@@ -90,14 +92,28 @@ def test_the_picture_is_as_high_as_what_is_held() -> None:
     )
     fine = 4 * timeline_picture.HEIGHT
     bands = [p.get("d") or "" for p in drawing if (p.get("d") or "").endswith("z")]
-    heights: dict[int, int] = {}
-    for x, y in (corner for band in bands for corner in _corners(band)):
-        heights[x] = min(y, heights.get(x, fine))
-    assert min(heights.values()) == fine / 2
-    for point in timeline.points:
-        x = round(4 * timeline_picture.WIDTH * point.entry / (timeline.entries - 1))
-        height = fine * point.total / (2 * timeline.peak_bytes)
-        assert fine - heights[x] == pytest.approx(height, abs=1)
+    edges = [_upper_edge(_corners(band)) for band in bands]
+    assert min(y for edge in edges for y in edge.values()) == fine / 2
+    across = 4 * timeline_picture.WIDTH / (timeline.entries - 1)
+    totals = {round(across * point.entry): point.total for point in timeline.points}
+    drawn = [x for x in totals if any(x in edge for edge in edges)]
+    assert len(drawn) > 50
+    for x in drawn:
+        height = fine * totals[x] / (2 * timeline.peak_bytes)
+        assert fine - min(_between(edge, x) for edge in edges) == pytest.approx(height, abs=1.5)
+
+
+def _upper_edge(corners: list[tuple[int, int]]) -> dict[int, int]:
+    """Return y by x of a band's corners up to where it turns back."""
+    turn = next(n for n, (a, b) in enumerate(pairwise(corners)) if b[0] <= a[0])
+    return dict(corners[: turn + 1])
+
+
+def _between(edge: dict[int, int], x: int) -> float:
+    """Return the y of an edge at an x, on the line between its corners."""
+    left, right = max(a for a in edge if a <= x), min(a for a in edge if a >= x)
+    share = (x - left) / (right - left) if right > left else 0.0
+    return edge[left] + share * (edge[right] - edge[left])
 
 
 def _corners(data: str) -> list[tuple[int, int]]:
@@ -154,6 +170,15 @@ def test_nothing_is_ranked_without_a_card() -> None:
     ranked = replace(ranked, rows=[replace(ranked.rows[0], rank=1)])
     assert " #1 " in panel.text(ranked)
     assert "it promises no seconds" in panel.text(ranked)
+
+
+def test_a_card_without_bf16_is_told_where_a_strategy_computes_in_it() -> None:
+    plans = {"ddp+bf16": strategy_plan("ddp", precision="bf16")}
+    for name, words in (("T4", "T4 does not compute in bf16"), ("A10G", "")):
+        one = memory_plan(strategies=plans, device=device(card=find_card(name, what="")))
+        assert [note for note in view_of(one).notes if "bf16" in note] == (
+            [f"{words}, and engines refuse it there: type fp16"] if words else []
+        )
 
 
 def test_terms_are_a_table_with_names_sizes_and_sources() -> None:

@@ -124,9 +124,9 @@ def _of_blocks(case: _Case, plan: MemoryPlan) -> Iterator[Advice]:
     if trace.activation_checkpointing or not size:
         return
     part = f"activations of the model's blocks are {case.share(size)}"
-    name = f"{case.plan.name}+activation_checkpointing"
-    if name in plan.strategies:
-        yield Advice(bytes=size, part=part, change=f"{name} {_leaves(case, plan[name])}")
+    other = _checkpointed(case.plan, plan)
+    if other is not None:
+        yield Advice(bytes=size, part=part, change=f"{other.name} {_leaves(case, other)}")
         return
     blocks = _blocks(case)
     yield Advice(
@@ -134,6 +134,20 @@ def _of_blocks(case: _Case, plan: MemoryPlan) -> Iterator[Advice]:
         part=part,
         change=f"--activation-checkpointing keeps those of one of {blocks} blocks at a time, "
         f"{bytes_text(size / blocks)}, and the input of each",
+    )
+
+
+def _checkpointed(one: StrategyPlan, plan: MemoryPlan) -> StrategyPlan | None:
+    """Return the strategy that was planned and differs by activation checkpointing alone."""
+    return next(
+        (
+            other
+            for other in plan.strategies.values()
+            if other.setting == one.setting
+            and other.trace.precision == one.trace.precision
+            and other.trace.activation_checkpointing
+        ),
+        None,
     )
 
 
