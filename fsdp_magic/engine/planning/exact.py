@@ -84,7 +84,7 @@ def exact_peak(
 
 def spec_of(
     strategy: str,
-    variant: TraceVariant = TraceVariant(),
+    variant: TraceVariant = TraceVariant(),  # noqa: B008
     *,
     wrap: str = "blocks",
 ) -> ModelSpec:
@@ -107,7 +107,7 @@ def _shard(root: nn.Module, mesh: DeviceMesh, spec: ModelSpec) -> None:
 
     def shard(modules: Sequence[nn.Module], *, is_root: bool) -> None:
         fully_shard(
-            list(modules) if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
+            list(modules) if len(modules) > 1 else modules[0],
             mesh=mesh,
             reshard_after_forward=not is_root and spec.strategy != "shard_grad_op",
             ignored_params=whole,
@@ -140,7 +140,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-class _ExactTracker(Tracker):
+class _ExactTracker(Tracker):  # type: ignore[no-untyped-call]
     """Counts a rank's own tensors, and none that only tell the shape of a whole one.
 
     What ``DTensor`` computes to know global shapes runs under another fake mode or in its sharding
