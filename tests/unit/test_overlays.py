@@ -191,6 +191,14 @@ def test_hybrid_shard_cuts_within_its_group() -> None:
     assert hybrid == peak(stack(), strategy="full_shard", world_size=4)
 
 
+def test_hybrid_shard_keeps_what_it_has_reduced_between_copies_until_backward_ends() -> None:
+    options = {"shard_size": 2, "world_size": 2, "accumulate": 2}
+    hybrid = peak(stack(), strategy="hybrid_shard", **options)
+    assert hybrid == pytest.approx(
+        peak(stack(), strategy="full_shard", **options) + 4 * WHOLE / 2, abs=2 * UNIT
+    )
+
+
 def test_offloaded_shards_take_nothing_on_the_device_between_units() -> None:
     ledger = ledger_of(stack(), Setting(world_size=2, cpu_offload=True))
     resting = [e for e in ledger.entries if e.kind in ("parameter", "optimizer") and e.size.fixed]

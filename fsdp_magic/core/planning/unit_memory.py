@@ -228,14 +228,23 @@ class UnitMemory:
         if is_cast:
             cast = self._fresh("gradients as made") if passes else gradients
             self._take(cast, kept, "gradient", unit, _REDUCING)
-            ledger.give_back(output)
-            output = cast
-        if passes:  # it is added to the gradients of micro-steps before, or goes to the host
-            ledger.give_back(output)
+            self._let_go(output)
+            if passes:
+                ledger.give_back(cast)
+        elif passes:  # it is added to the gradients of micro-steps before, or goes to the host
+            self._let_go(output)
+
+    def _let_go(self, reduced: Key) -> None:
+        """Free what was reduced; what was reduced between copies too stays until backward ends.
+
+        Source: ``_all_reduce_state`` in ``post_backward`` and ``finalize_backward``.
+        """
+        if self._setting.strategy != "hybrid_shard":
+            self._ledger.give_back(reduced)
 
     def end_backward(self) -> None:
         """Free what is kept for overlapping only."""
-        for term in ("all-gather buffer", "reduce-scatter input"):
+        for term in ("all-gather buffer", "reduce-scatter input", "reduce-scatter output"):
             for key in self._ledger.held(term):
                 self._ledger.give_back(key)
         self._last_of_forward = None
