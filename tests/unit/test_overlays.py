@@ -117,7 +117,7 @@ def test_batches_of_all_micro_steps_are_there_at_once() -> None:
         setting = Setting(accumulate=accumulate)
         ledger, without = ledger_of(trace, setting), ledger_of(plain, setting)
         assert ledger.peak(2) == without.peak(2) + 2 * accumulate * sample
-        begins = [p.entry for p in ledger.phases if p.name == "step 2: forward"][0]
+        begins = next(p.entry for p in ledger.phases if p.name == "step 2: forward")
         held = [e.size.at(2) for e in ledger.live_after(begins) if e.kind == "input"]
         assert sum(held) == 2 * accumulate * sample
     assert BATCHES in terms(ledger)
