@@ -91,17 +91,17 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.one, self.first = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
-        self.two, self.second = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+        self.one, self.first = nn.Conv2d(width, width, 5, padding=2), nn.BatchNorm2d(width)
+        self.two, self.second = nn.Conv2d(width, width, 5, padding=2), nn.BatchNorm2d(width)
 
     def forward(self, x):
         return torch.relu(x + self.second(self.two(torch.relu(self.first(self.one(x))))))
 
 class Net(nn.Module):
-    def __init__(self, width=128):
+    def __init__(self, width=80):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(32))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(28))
         self.head = nn.Linear(width, 100)
 
     def forward(self, x):
@@ -123,7 +123,9 @@ loss = torch.nn.functional.cross_entropy(scores, classes)
 """The cells of each shape: those that build the model and train it.
 
 Of 35 to 45 MiB in many small layers, so that what gloo lets go late, a copy of one layer or one
-bucket of gradients, is little of the whole.
+bucket of gradients, is little of the whole. The kernels of 5 x 5 are oneDNN's for any number of
+samples: of smaller ones torch computes a single small image by itself (``ConvParams::use_mkldnn``
+in aten/src/ATen/native/Convolution.cpp).
 """
 LEFT = ("ids", "out", "images", "scores", "classes")
 OPTIMIZERS = {
