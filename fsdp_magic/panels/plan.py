@@ -64,7 +64,7 @@ def text(view: PlanView) -> str:
     heads = ["strategy", "largest", f"peak at {view.bar_size}", "a sample", "fullest in"]
     rows = [[*heads, *_rank_head(view), f"full bar {bytes_text(full)}"]]
     for each in view.rows:
-        more = unit.text(each.sample_bytes) if each.largest.ideal else "-"
+        more = _sample_text(each, unit) or "-"
         sizes = [unit.text(each.peak_bytes), more]
         cells = [
             shortened(each.name, 80),
@@ -114,7 +114,8 @@ def _row_html(each: PlanRow, view: PlanView) -> str:
     is_shown = view.shown is each and len(view.rows) > 1
     name = plan_timeline.strategy_html(each.name)
     step, _, phase = shortened(each.phase, 40).partition(": ")
-    more = muted(f"+&nbsp;{unit.text(each.sample_bytes)}") if each.largest.ideal else ""
+    sample = _sample_text(each, unit).replace(" ", "&nbsp;")
+    more = muted(f"+&nbsp;{sample}") if sample else ""
     return row(
         cell(f"<b>{name}</b>" if is_shown else name, style=FIRST + _WRAPS)
         + number_cell(_largest_html(each.largest))
@@ -124,6 +125,14 @@ def _row_html(each: PlanRow, view: PlanView) -> str:
         )
         + "".join(number_cell(escape(rank)) for rank in _rank_cells(each, view))
     )
+
+
+def _sample_text(each: PlanRow, unit: MemoryUnit) -> str:
+    """Return what a sample more takes, in a unit of its own if it is little; or nothing."""
+    if not each.largest.ideal:
+        return ""
+    digits = unit.text(each.sample_bytes)
+    return digits if float(digits.replace(",", "")) else bytes_text(each.sample_bytes)
 
 
 def _pair(size: str, phase: str) -> str:
@@ -139,8 +148,8 @@ def _largest_html(largest: Interval) -> str:
         return "<b>any</b>"
     if not largest.ideal:
         return f"{icon('▲', RED)} <b>none</b>"
-    beyond = f" {muted(f'to {largest.ideal}')}" if largest.ideal > largest.safe else ""
-    return f"<b>{largest.safe}</b>{beyond}"
+    beyond = f" {muted(f'to {largest.ideal:,}')}" if largest.ideal > largest.safe else ""
+    return f"<b>{largest.safe:,}</b>{beyond}"
 
 
 def _largest_text(largest: Interval) -> str:
@@ -148,7 +157,8 @@ def _largest_text(largest: Interval) -> str:
         return "any"
     if not largest.ideal:
         return "none"
-    return f"{largest.safe}" + (f" to {largest.ideal}" if largest.ideal > largest.safe else "")
+    beyond = f" to {largest.ideal:,}" if largest.ideal > largest.safe else ""
+    return f"{largest.safe:,}{beyond}"
 
 
 def _rank_head(view: PlanView) -> list[str]:

@@ -52,6 +52,7 @@ def test_every_strategy_has_a_row_with_its_largest_micro_batch() -> None:
         (Interval(safe=6, ideal=6), "6"),
         (Interval(safe=0, ideal=1), "0 to 1"),
         (Interval(safe=0, ideal=0), "none"),
+        (Interval(safe=117_760, ideal=118_134), "117,760 to 118,134"),
         (Interval(safe=1 << 20, ideal=1 << 20), "any"),
     ],
 )
@@ -60,6 +61,18 @@ def test_the_largest_micro_batch_is_an_interval(largest: Interval, shown: str) -
     one = replace(one, rows=[replace(one.rows[0], largest=largest)])
     assert re.search(rf"^ddp +{shown}  ", panel.text(one), re.MULTILINE)
     assert f" {shown} " in Page(panel.html(one)).text
+
+
+def test_what_a_sample_takes_is_never_shown_as_nothing() -> None:
+    one = view("ddp", "full_shard")
+    small, large = (
+        replace(row, sample_bytes=size, peak_bytes=2 * GIB)
+        for row, size in zip(one.rows, (192 * 1024, GIB), strict=True)
+    )
+    one = replace(one, rows=[small, large])
+    assert "+&nbsp;192&nbsp;KiB" in panel.html(one)
+    assert "+&nbsp;1.00<" in panel.html(one)
+    assert re.search(r"^ddp +\d+.* 2\.00 +192 KiB ", panel.text(one), re.MULTILINE)
 
 
 def test_the_parts_of_a_bar_take_the_room_of_their_bytes() -> None:

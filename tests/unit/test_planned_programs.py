@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import textwrap
 from pathlib import Path
@@ -15,11 +16,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.planning.requests import TraceVariant
 from fsdp_magic.engine.planning.batches import default_batch
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
+from fsdp_magic.engine.planning.fake_mode import PlanningMode, errors_told_once
 from fsdp_magic.engine.planning.files_read import FilesRead
 from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
 from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
+from fsdp_magic.engine.planning.traces import traces_of
 from fsdp_magic.engine.planning.weightless import make_fake, weightless
 
 HEAD = "import torch\nfrom torch import nn\nF = nn.functional\n"
@@ -34,9 +38,11 @@ def _main_module_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
-def ran(cell: str, **options: Any) -> tuple[Described, FakeTensorMode]:
+def ran(
+    cell: str, mode: FakeTensorMode | None = None, **options: Any
+) -> tuple[Described, FakeTensorMode]:
     """Run a cell as the tracing process does, and return what it describes."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
     code = textwrap.dedent(cell)
     with cards_are_the_host(), NoCard(), weights_stay_in_files(), weightless(fake):
         namespace = namespace_of_cell(code, "<%%fsdp_plan [1]>")
@@ -118,7 +124,7 @@ def test_without_an_optimizer_it_is_adamw_and_says_so() -> None:
     ("cell", "says"),
     [
         ("net = nn.Linear(2, 2)", "binds no `model`; add: model = net"),
-        ("x = 1", "add: model = AutoModelForCausalLM.from_config(config)"),
+        ("x = 1", "add: model = MyModel()"),
         ("model = 'gpt2'", "`model` is a str; the cell of a plan binds a torch.nn.Module"),
         (NET, "def example_batch(b)"),
         (NET + BATCH, "def loss_fn(model, batch)"),
@@ -239,3 +245,40 @@ def test_a_checkpoint_is_not_read(tmp_path: Any) -> None:
     assert program.model.num_labels == 5
     assert {p.dtype for p in program.model.parameters()} == {torch.bfloat16}
     loss_of(program, fake)
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_a_training_cell_is_told_where_its_forward_goes() -> None:
+    with pytest.raises(NameError) as caught:
+        ran(HEAD + NET + "loss = model(batch).sum()")
+    assert any("def loss_fn(model, batch)" in note for note in caught.value.__notes__)
+    with pytest.raises(NameError) as caught:
+        ran(HEAD + NET + "model(data)")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_batch_that_is_the_same_for_any_number_of_samples_is_refused() -> None:
+    def trace(batch: str) -> None:
+        program, fake = ran(HEAD + NET + batch + LOSS, mode=PlanningMode())
+        traces_of(program, [TraceVariant()], fake, wraps=["blocks"], kind="cpu")
+
+    trace(BATCH)
+    with pytest.raises(FsdpError, match=r"let the tensors of example_batch\(b\) have b samples"):
+        trace(BATCH.replace("zeros(b", "zeros(8"))
+
+
+def test_an_error_of_fake_tensors_is_raised_and_not_logged_too() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with PlanningMode(), errors_told_once(), pytest.raises(RuntimeError):
+            torch.zeros(2, 11) @ torch.zeros(10, 10)
+        assert not records
+        assert not logger.disabled
+    finally:
+        logger.removeHandler(handler)

@@ -23,6 +23,9 @@ from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.planning.batches import WRITE_LOSS, default_batch, transformer_of
 from fsdp_magic.engine.tracebacks import persons_traceback
 
+_OF_TRAINING = ("batch", "step", "micro_step", "epoch", "micro_batch_size", "total_steps")
+"""Names that training cells have and the cell of a plan has not."""
+
 
 class NoValuesError(Exception):
     """The cell reads what a tensor holds, which decides how it goes on."""
@@ -81,7 +84,7 @@ def namespace_of_cell(code: str, name: str) -> dict[str, Any]:
     namespace = vars(module)
     namespace.update(device=torch.device("cpu"), rank=0, world_size=1, dp_rank=0, dp_size=1)
     cell = cells.compile_cell(code, name, shell=_PlainShell())
-    with values_explained():
+    with values_explained(), _missing_explained():
         cell.run(namespace)
     return namespace
 
@@ -141,6 +144,20 @@ def values_explained() -> Iterator[None]:
         ).with_traceback(error.__traceback__) from None
 
 
+@contextmanager
+def _missing_explained() -> Iterator[None]:
+    """Say where the forward goes, where a cell takes the names that a training cell has."""
+    try:
+        yield
+    except NameError as error:
+        if error.name in _OF_TRAINING:
+            error.add_note(
+                "The cell of a plan only builds the model; what a training cell does with a batch "
+                "is a function of it: def loss_fn(model, batch): return ..."
+            )
+        raise
+
+
 def _model(namespace: dict[str, Any]) -> nn.Module:
     model = namespace.get("model")
     if isinstance(model, nn.Module):
@@ -151,10 +168,7 @@ def _model(namespace: dict[str, Any]) -> nn.Module:
         )
     modules = [name for name, value in namespace.items() if isinstance(value, nn.Module)]
     near = nearest("model", modules) or next(iter(modules), None)
-    raise FsdpError(
-        "the cell binds no `model`; add: model = "
-        + (near or "AutoModelForCausalLM.from_config(config)")
-    )
+    raise FsdpError("the cell binds no `model`; add: model = " + (near or "MyModel()"))
 
 
 def _optimizers(namespace: dict[str, Any], model: nn.Module) -> list[Optimizer]:
