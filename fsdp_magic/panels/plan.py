@@ -61,7 +61,7 @@ def html(view: PlanView) -> str:
 def text(view: PlanView) -> str:
     """Return the same as text."""
     unit, full = _unit(view), _full_bytes(view)
-    heads = ["strategy", "largest", f"peak at {view.bar_size}", "a sample", "fullest in"]
+    heads = ["strategy", "largest", f"peak at {view.bar_size}", "+ per sample", "fullest in"]
     rows = [[*heads, *_rank_head(view), f"full bar {bytes_text(full)}"]]
     for each in view.rows:
         more = _sample_text(each, unit) or "-"
@@ -104,7 +104,7 @@ def _head_html(view: PlanView) -> str:
         head_cell("strategy", style=FIRST)
         + head_cell("largest micro-batch", right=True, style=_WRAPS)
         + head_cell(f"peak at micro-batch {view.bar_size}", style=_WRAPS)
-        + head_cell(_pair(f"{unit.name}, + a sample", "fullest in"), right=True, style=_WRAPS)
+        + head_cell(_pair(f"{unit.name} + per sample", "fullest in"), right=True, style=_WRAPS)
         + "".join(head_cell(each, right=True) for each in _rank_head(view))
     )
 
@@ -139,7 +139,7 @@ def _pair(size: str, phase: str) -> str:
     """Return two columns as HTML that stand below each other on a narrow page."""
     return (
         f'<span style="display:inline-block">{size}</span> <span style="display:inline-block;'
-        f'min-width:66px;text-align:left;padding-left:10px">{phase}</span>'
+        f'min-width:64px;text-align:left;padding-left:8px">{phase}</span>'
     )
 
 
@@ -260,14 +260,7 @@ def _advised(sentence: str) -> str:
 
 def _notes(view: PlanView) -> Sequence[str]:
     notes = [*view.notes]
-    if any(not each.largest.is_open and each.largest.ideal for each in view.rows):
-        notes.append(
-            "Largest micro-batch: on CPU engines nothing is lost between tensors, so there is one "
-            "figure"
-            if view.is_cpu
-            else "Largest micro-batch: the bold figure fits with what the caching allocator loses "
-            "to fragmentation, the one behind it if it lost nothing; take the bold one"
-        )
+    notes += _about_largest(view)
     if view.card:
         notes.append(
             "Speed is a ranking by time per sample at the largest size: computing or memory, and "
@@ -275,3 +268,18 @@ def _notes(view: PlanView) -> Sequence[str]:
             "promises no seconds"
         )
     return notes
+
+
+def _about_largest(view: PlanView) -> list[str]:
+    """Return what the figures of the largest micro-batch mean."""
+    found = [each.largest for each in view.rows if each.largest.ideal]
+    if all(largest.is_open for largest in found):
+        return []
+    if view.is_cpu:
+        return ["Largest micro-batch: on CPU engines nothing is lost between tensors"]
+    if all(largest.safe == largest.ideal for largest in found):
+        return ["Largest micro-batch: with what the caching allocator loses to fragmentation"]
+    return [
+        "Largest micro-batch: the bold figure fits with what the caching allocator loses to "
+        "fragmentation, the one behind it if it lost nothing; take the bold one"
+    ]
