@@ -135,8 +135,8 @@ def _of_blocks(case: _Case, plan: MemoryPlan) -> Iterator[Advice]:
     yield Advice(
         bytes=size,
         part=part,
-        change=f"{case.plan.name}+activation_checkpointing keeps those of one of {blocks} blocks at a time, "
-        f"{bytes_text(size / blocks)}, and the input of each",
+        change=f"{case.plan.name}+activation_checkpointing keeps those of one of {blocks} "
+        f"blocks at a time, {bytes_text(size / blocks)}, and the input of each",
     )
 
 
