@@ -42,8 +42,8 @@ class PlanSpec:
         takes="SIZE|CARD",
         offers=tuple(card.name for card in CARDS if " " not in card.name),
         habits=("--gpu", "--card", "--memory", "--vram", "--device-memory"),
-        help="memory of each GPU, as a size or by the card's name: 24GiB, A100-80GB; default "
-        f"{GPU_MEMORY}, or the session's own devices",
+        help="memory of each GPU, as a size or by the card's name: 24GiB, A100-80GB; a name has "
+        f"strategies ranked by speed too; default {GPU_MEMORY}, or the session's own devices",
     )
     world_size: int | None = option(
         "--world-size",
@@ -78,8 +78,8 @@ class PlanSpec:
         default=None,
         takes="B",
         habits=("--per-device-train-batch-size", "--batch-size"),
-        help="samples per rank per forward that the picture shows; default the largest that is "
-        "safe",
+        help="samples per rank per forward that bars and picture show; default the largest that "
+        "is safe",
     )
     precision: Precision | None = option(
         "--precision",
