@@ -61,7 +61,7 @@ def html(view: PlanView) -> str:
 def text(view: PlanView) -> str:
     """Return the same as text."""
     unit, full = _unit(view), _full_bytes(view)
-    heads = ["strategy", "largest", f"peak at {view.bar_size}", "+ per sample", "fullest in"]
+    heads = ["strategy", "largest", f"peak at {view.bar_size:,}", "+ per sample", "fullest in"]
     rows = [[*heads, *_rank_head(view), f"full bar {bytes_text(full)}"]]
     for each in view.rows:
         more = _sample_text(each, unit) or "-"
@@ -103,7 +103,7 @@ def _head_html(view: PlanView) -> str:
     return (
         head_cell("strategy", style=FIRST)
         + head_cell("largest micro-batch", right=True, style=_WRAPS)
-        + head_cell(f"peak at micro-batch {view.bar_size}", style=_WRAPS)
+        + head_cell(f"peak at micro-batch {view.bar_size:,}", style=_WRAPS)
         + head_cell(_pair(f"{unit.name} + per sample", "fullest in"), right=True, style=_WRAPS)
         + "".join(head_cell(each, right=True) for each in _rank_head(view))
     )
@@ -118,8 +118,8 @@ def _row_html(each: PlanRow, view: PlanView) -> str:
     more = muted(f"+&nbsp;{sample}") if sample else ""
     return row(
         cell(f"<b>{name}</b>" if is_shown else name, style=FIRST + _WRAPS)
-        + number_cell(_largest_html(each.largest))
-        + cell(_bar(each, view), style="width:38%;min-width:24px")
+        + number_cell(_largest_html(each.largest), style=_WRAPS)
+        + cell(_bar(each, view), style="width:30%;min-width:24px")
         + number_cell(
             _pair(f"{unit.text(each.peak_bytes)} {more}", escape(phase or step)), style=_WRAPS
         )
@@ -236,7 +236,7 @@ def _summary(view: PlanView) -> str:
     ranks = f"{view.world_size:,} rank{'s' if view.world_size != 1 else ''}"
     of = f"{shortened(view.model, 60)} " if view.model else ""
     device = f"{shortened(view.device_name, 30)}, {bytes_text(view.usable_bytes)} of it usable"
-    return f"{of}on {ranks}, each {device}; predicted, nothing was run"
+    return f"{of}on {ranks}, each {device}; predicted"
 
 
 def _advice_html(view: PlanView) -> str:
@@ -280,6 +280,6 @@ def _about_largest(view: PlanView) -> list[str]:
     if all(largest.safe == largest.ideal for largest in found):
         return ["Largest micro-batch: with what the caching allocator loses to fragmentation"]
     return [
-        "Largest micro-batch: the bold figure fits with what the caching allocator loses to "
-        "fragmentation, the one behind it if it lost nothing; take the bold one"
+        "Largest micro-batch: the first figure fits with what the caching allocator loses to "
+        "fragmentation, the second if it lost nothing; take the first"
     ]

@@ -81,6 +81,19 @@ def test_the_parts_of_a_bar_take_the_room_of_their_bytes() -> None:
     assert sum(widths) == pytest.approx(100 * one.rows[0].peak_bytes / (1024 * MIB), abs=0.1)
 
 
+def test_bars_are_of_the_largest_size_that_every_strategy_that_fits_takes() -> None:
+    names = ("ddp", "full_shard", "full_shard+cpu_offload")
+    plan = memory_plan(*names, world_size=4, device=device(capacity_bytes=95 * MIB))
+    none, least, most = plan.max_micro_batch_size.values()
+    assert (none, least, most) == (0, 2, 3)
+    shown = view_of(plan)
+    assert shown.bar_size == least
+    for row in shown.rows:
+        assert row.peak_bytes == plan.peak_bytes(row.name, least)
+        assert row.phase == plan[row.name].peak_phase(least)
+    assert view_of(memory_plan(device=device(capacity_bytes=1 << 50))).bar_size == 1
+
+
 def test_a_bar_that_does_not_fit_shows_where_memory_ends() -> None:
     assert "border-left:2px solid" not in panel.html(view("ddp", timeline=None))
     tight = view("ddp", timeline=None, usable_bytes=2 * MIB)
