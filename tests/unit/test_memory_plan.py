@@ -224,6 +224,15 @@ def test_advice_names_strategies_as_the_table_does_and_any_size_as_any() -> None
     assert any(each.change.startswith("shard_grad_op+cpu_offload leaves ") for each in advice)
 
 
+def test_one_unit_of_all_blocks_gets_no_advice_to_checkpoint_it() -> None:
+    units = {**step_trace().units, "none": (("",),)}
+    plan = strategy_plan("full_shard", units=units)
+    whole = {"full_shard": plan.changed(wrap="none")}
+    for strategies, is_advised in (({"full_shard": plan}, True), (whole, False)):
+        advice = advice_for(memory_plan(strategies=strategies, micro_batch_size=16), "full_shard")
+        assert any("checkpointing" in each.change for each in advice) is is_advised
+
+
 def test_parts_that_take_little_get_no_advice() -> None:
     plan = memory_plan("ddp", micro_batch_size=500)
     assert not [a for a in advice_for(plan, "ddp") if "optimizer" in a.part]

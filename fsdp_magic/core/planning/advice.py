@@ -132,6 +132,8 @@ def _of_blocks(case: _Case, plan: MemoryPlan) -> Iterator[Advice]:
         yield Advice(bytes=size, part=part, change=f"{other.name} {_leaves(case, other)}")
         return
     blocks = _blocks(case)
+    if blocks < 2:
+        return
     yield Advice(
         bytes=size,
         part=part,
@@ -156,8 +158,8 @@ def _checkpointed(one: StrategyPlan, plan: MemoryPlan) -> StrategyPlan | None:
 
 def _blocks(case: _Case) -> int:
     """Return how many units the model's blocks are."""
-    units = case.plan.trace.units.get("blocks", ())
-    return max(1, sum(is_block(_starred(heads[0])) for heads in units))
+    units = case.plan.trace.units.get(case.plan.setting.wrap, ())
+    return sum(is_block(_starred(heads[0])) for heads in units)
 
 
 def _starred(name: str) -> str:
