@@ -132,9 +132,14 @@ def test_without_options_the_sessions_own_are_planned(session: Session) -> None:
     assert not any("cpu_offload" in name for name in plan.strategies)
     settings = [each.setting for each in plan.strategies.values()]
     assert {(s.wrap, s.accumulate, s.backend) for s in settings} == {("none", 2, "gloo")}
-    other = session.plan(gpu_memory="T4", world_size=8, strategies=["hybrid_shard"], show=False)
+    options = {"gpu_memory": "T4", "world_size": 8, "strategies": ["hybrid_shard"], "seq_len": 9}
+    other = session.plan(**options, show=False)
+    assert any("--seq-len is for batches that have input_ids" in note for note in other.notes)
     assert (other.device.name, other.device.kind) == ("T4", "cuda")
     assert other["hybrid_shard:4"].setting.backend == "nccl"
+    session.model(MODEL, compile=True, show=False)  # nothing is compiled before it runs
+    compiled = session.plan(strategies=["ddp"], show=False)
+    assert any("planned without --compile" in note for note in compiled.notes)
 
 
 def test_a_cell_that_fails_without_values_says_where_and_the_session_goes_on(
