@@ -254,9 +254,17 @@ def test_a_training_cell_is_told_where_its_forward_goes() -> None:
     with pytest.raises(NameError) as caught:
         ran(HEAD + NET + "loss = model(batch).sum()")
     assert any("def loss_fn(model, batch)" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("cell", ["model = Net()", NET + BATCH + LOSS.replace("[1]", "[y]")])
+def test_a_name_of_another_cell_is_told_to_be_missing_here(cell: str) -> None:
+    def run() -> None:
+        program, _ = ran(HEAD + cell)
+        program.loss_of(program.make_batch(2))
+
     with pytest.raises(NameError) as caught:
-        ran(HEAD + NET + "model(data)")
-    assert not hasattr(caught.value, "__notes__")
+        run()
+    assert any("without the names of other cells" in note for note in caught.value.__notes__)
 
 
 def test_a_batch_that_is_the_same_for_any_number_of_samples_is_refused() -> None:

@@ -118,7 +118,7 @@ def program_in(namespace: dict[str, Any], *, sequence_length: int | None) -> Des
     loss_fn = _function(namespace, "loss_fn", "loss_fn(model, batch)") or _default_loss(model)
 
     def loss_of(batch: Any) -> torch.Tensor:
-        with values_explained():
+        with values_explained(), _missing_explained():
             loss = loss_fn(model, batch)
         if loss is None:
             raise FsdpError("loss_fn returns nothing; end it with: return loss")
@@ -146,15 +146,17 @@ def values_explained() -> Iterator[None]:
 
 @contextmanager
 def _missing_explained() -> Iterator[None]:
-    """Say where the forward goes, where a cell takes the names that a training cell has."""
+    """Say what the cell of a plan has, where it takes names of other cells."""
     try:
         yield
     except NameError as error:
-        if error.name in _OF_TRAINING:
-            error.add_note(
-                "The cell of a plan only builds the model; what a training cell does with a batch "
-                "is a function of it: def loss_fn(model, batch): return ..."
-            )
+        error.add_note(
+            "The cell of a plan only builds the model; what a training cell does with a batch "
+            "is a function of it: def loss_fn(model, batch): return ..."
+            if error.name in _OF_TRAINING
+            else "The cell of a plan runs in a process of its own, without the names of other "
+            "cells; import and define what it uses in it"
+        )
         raise
 
 
