@@ -278,7 +278,7 @@ def _about_largest(view: PlanView) -> list[str]:
     if view.is_cpu:
         return ["Largest micro-batch: on CPU engines nothing is lost between tensors"]
     if all(largest.safe == largest.ideal for largest in found):
-        return ["Largest micro-batch: with what the caching allocator loses to fragmentation"]
+        return ["Largest micro-batch: what the caching allocator loses to fragmentation is counted"]
     return [
         "Largest micro-batch: the first figure fits with what the caching allocator loses to "
         "fragmentation, the second if it lost nothing; take the first"
