@@ -207,18 +207,23 @@ def test_a_forward_keeps_one_buffer_until_the_next_gathering_has_begun() -> None
     assert [key for key in held if key[0] == "gathered"] == [("gathered", ".weight")]
 
 
-def test_one_reduction_is_under_way_at_a_time() -> None:
-    steps, live = ledger(model_of(*(weight(name) for name in "abc"))), 0
-    for entry in steps.entries:
-        if entry.term == "reduce-scatter input":
-            live += 1 if entry.taken else -1
-        assert live <= 1
-
-
 def test_units_of_two_modules_are_freed_after_both() -> None:
     trace = model_of(weight("a"), weight("b"), units={"blocks": (("a", "b"),)})
-    forward = [e for e in ledger(trace).entries if e.kind == "gathered"][:4]
-    assert [entry.taken for entry in forward] == [True, True, False, False]
+    # two parameters, forward and backward, in two steps
+    assert len(taken(ledger(trace), "gathered")) == 2 * 2 * 2
+
+
+def test_what_is_computed_again_is_gathered_before_its_backward() -> None:
+    plain = model_of(weight("a"))
+    at = plain.micro_step.index(Reached("module_backward", "a"))
+    again = (
+        Reached("recompute", "a"),
+        Allocated(0, Size(1), "activation", "a", "aten::mm"),
+        Reached("recompute_end", "a"),
+    )
+    events = (*plain.micro_step[:at], *again, *plain.micro_step[at:-1], Freed(0))
+    steps = ledger(replace(plain, micro_step=(*events, plain.micro_step[-1])))
+    assert ("gathered", "a.weight") in held_when(steps, "traced", 1)
 
 
 def test_padded_rows_are_gathered_and_reduced() -> None:

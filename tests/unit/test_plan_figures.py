@@ -16,6 +16,7 @@ from fsdp_magic.core.planning.peak_curve import PeakCurve
 from fsdp_magic.core.planning.peak_parts import OPTIMIZER
 from fsdp_magic.core.planning.roofline import pace_of
 from fsdp_magic.core.planning.step_trace import (
+    Allocated,
     Freed,
     OptimizerAllocated,
     OptimizerTrace,
@@ -139,6 +140,12 @@ def test_what_an_optimizer_needs_for_a_moment_is_a_part_with_advice() -> None:
 def test_what_collectives_need_is_told_by_what_it_is_for() -> None:
     places = {part.place for part in strategy_plan("full_shard").parts(1) if part.bytes}
     assert "all-gather buffer" in places
+
+
+def test_small_parts_are_parts() -> None:
+    batch = Allocated(50, Size(0, 10), "input", "", "")
+    plan = strategy_plan("ddp", micro_step=(batch, *step_trace().micro_step, Freed(50)))
+    assert {part.kind: part.bytes for part in plan.parts(8)}["input"] == 80
 
 
 def test_a_curve_turns_where_another_level_is_higher() -> None:
