@@ -217,3 +217,12 @@ def test_a_ledger_reserves_for_each_stream() -> None:
         ledger.take(("t", stream), 20 * MIB, "activation", stream=stream)
         ledger.give_back(("t", stream))
     assert reserved_peak(ledger, 1, PLENTY) == 40 * MIB
+
+
+def test_the_peak_is_the_most_that_was_ever_reserved() -> None:
+    """A segment of 40 MiB has gone back when one of 2 MiB is taken."""
+    allocator = CachingAllocator(40 * MIB, expandable=False)
+    allocator.free(taken(allocator, 40 * MIB))
+    allocator.release()
+    taken(allocator, 1)
+    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes) == (2 * MIB, 40 * MIB)
