@@ -111,6 +111,23 @@ def test_a_trace_takes_what_the_allocator_gives(
     assert predicted == pytest.approx(_measured_peak(_TwoBlocks, samples, variant), rel=0.015)
 
 
+def test_gradients_of_one_tensor_add_up_in_place() -> None:
+    """Autograd adds to the gradient that it holds; a dispatch mode would see a new one."""
+
+    class _Twice(SmallModel):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.ids(ids)
+            logits: torch.Tensor = self.head(x.sin() + x.cos())
+            return logits
+
+    events = _traced(_Twice, TraceVariant()).micro_step
+    backward = events[events.index(Reached("backward")) :]
+    of_x = IDS * 32 * 4  # the table's two gradients, one of them a view, are of another size
+    taken = [e.operator for e in backward if isinstance(e, Allocated) and e.size.per_sample == of_x]
+    assert "aten::mul" in taken
+    assert "aten::add" not in taken
+
+
 def test_nothing_is_left_but_what_variables_hold() -> None:
     """After a micro-step the batch and the logits are there, and are freed in the next."""
     trace = _traced(_OneBlock, TraceVariant())
