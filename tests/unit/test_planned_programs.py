@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.planning.requests import TraceVariant
+from fsdp_magic.engine.planning import files_read
 from fsdp_magic.engine.planning.batches import default_batch
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
 from fsdp_magic.engine.planning.fake_mode import PlanningMode, errors_told_once
@@ -25,6 +26,7 @@ from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
 from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
 from fsdp_magic.engine.planning.traces import traces_of
 from fsdp_magic.engine.planning.weightless import make_fake, weightless
+from fsdp_magic.notebook import trace_cache
 
 HEAD = "import torch\nfrom torch import nn\nF = nn.functional\n"
 NET = "model = nn.Sequential(nn.Linear(4, 700_000), nn.Linear(700_000, 2))\n"
@@ -224,6 +226,12 @@ def test_files_of_the_persons_are_heard_of(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delitem(sys.modules, "wave")
         assert {Path(file.path).name for file in heard} == {"my_layers.py", "config.json"}
         assert {file.size for file in heard} == {9, 2}
+        assert [file.digest for file in heard] == [trace_cache.digest_of(f.path) for f in heard]
+    monkeypatch.setattr(files_read, "_MOST_FILES", 1)
+    files = FilesRead()
+    for name in ("config.json", "my_layers.py"):
+        (tmp_path / name).read_bytes()
+    assert files.report() is None
 
 
 def test_a_checkpoint_is_not_read(tmp_path: Any) -> None:
