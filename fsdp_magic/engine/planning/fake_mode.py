@@ -61,12 +61,27 @@ class PlanningMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on shapes, and on values if it makes a small tensor of known ones."""
+        if func is _ATEN._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return self._grouped_mm(types, args, kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _MAKERS and self._is_kept(out):
             self._keep(out, func, args, {**(kwargs or {}), "device": "cpu", "pin_memory": False})
         elif func in _ALIKE and self._is_kept(out):
             self._keep(out, _ALIKE[func], (out, args), {})
         return out
+
+    def _grouped_mm(self, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return what experts multiply to in a dtype that torch has kernels for, but no shapes.
+
+        Source: ``_meta_grouped_mm_common`` in torch/_meta_registrations.py of torch 2.13.
+        """
+        dtype = args[0].dtype
+        with self:
+            as_known = (*(torch.empty_like(each, dtype=torch.bfloat16) for each in args[:2]),)
+        grouped_mm = _ATEN._grouped_mm.default
+        out = super().__torch_dispatch__(grouped_mm, types, (*as_known, *args[2:]), kwargs)
+        with self:
+            return torch.empty_strided(out.shape, out.stride(), dtype=dtype)
 
     def _is_kept(self, out: Any) -> TypeGuard[FakeTensor]:
         """Return whether values are kept: of integers, and of matrices, such as masks."""

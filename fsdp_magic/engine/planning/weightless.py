@@ -88,12 +88,17 @@ def make_fake(model: nn.Module, optimizers: Iterable[Optimizer], fake: FakeTenso
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                if tensor is not None and not isinstance(tensor, FakeTensor):
+                if tensor is not None and not _is_on_host(tensor):
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = _like(tensor, fake)
                     held[name] = replaced[id(tensor)]
     for optimizer in optimizers:
         repoint(optimizer, replaced)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is fake, and not one of the meta device, where a cell may build."""
+    return isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 def _like(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
@@ -102,5 +107,6 @@ def _like(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    vars(made).update(vars(tensor))
+    own = vars(made)
+    own.update((name, value) for name, value in vars(tensor).items() if name not in own)
     return made
