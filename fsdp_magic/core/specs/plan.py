@@ -136,6 +136,8 @@ class PlanSpec:
 
     def __post_init__(self) -> None:
         self._set("strategies", _listed(self.strategies))
+        if self.gpu_memory is not None:
+            self._set("gpu_memory", str(self.gpu_memory))
         for flag, value, most in (
             ("--world-size", self.world_size, _MOST_RANKS),
             ("--seq-len", self.seq_len, None),
@@ -192,7 +194,15 @@ class PlanSpec:
         """
         asked = self.strategies or tuple(dict.fromkeys((*also, *PLANNED)))
         size = ranks_of_a_copy(world_size, ranks_on_host)
-        return tuple(Variant.parsed(text).sized(size) for text in asked)
+        variants = tuple(Variant.parsed(text).sized(size) for text in asked)
+        for each in variants:
+            ranks = dict(each.changes).get("shard_size")
+            if ranks and world_size % ranks:
+                raise UsageError(
+                    f"--strategies {each.name} cannot work: copies of {ranks} ranks do not divide "
+                    f"a world of {world_size}; type a divisor of it, or another --world-size"
+                )
+        return variants
 
 
 def _listed(given: Any) -> tuple[str, ...]:
