@@ -305,3 +305,11 @@ def test_experts_multiply_in_any_dtype() -> None:
         ends = torch.zeros(2, dtype=torch.int32)
         out = torch._grouped_mm(torch.zeros(6, 16), torch.zeros(2, 16, 8), offs=ends)
         assert (out.shape, out.dtype) == ((6, 8), torch.float32)
+
+
+def test_views_of_copied_parameters_take_no_memory() -> None:
+    program, fake = ran(HEAD + NET + "import copy\nmodel = copy.deepcopy(model)\n" + BATCH + LOSS)
+    with fake:
+        for parameter in program.model.parameters():
+            storage = parameter.detach().untyped_storage()
+            assert storage._cdata == parameter.untyped_storage()._cdata

@@ -97,8 +97,14 @@ def make_fake(model: nn.Module, optimizers: Iterable[Optimizer], fake: FakeTenso
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is fake, and not one of the meta device, where a cell may build."""
-    return isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+    """Return whether a tensor is fake, and neither on the meta device nor a deep copy.
+
+    Views of a fake tensor that ``copy.deepcopy`` made have a storage of their own (torch 2.13), so
+    each would count as memory; ``nn.Transformer`` makes its layers so.
+    """
+    if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        return False
+    return tensor.detach().untyped_storage()._cdata == tensor.untyped_storage()._cdata
 
 
 def _like(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
