@@ -66,12 +66,21 @@ def weightless(fake: FakeTensorMode) -> Iterator[None]:
     def as_it_is(model: Any = None, **_: Any) -> Any:
         return (lambda function: function) if model is None else model
 
+    def copied(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy deeply, as ``nn.Transformer`` does; views of torch's own copy would take memory."""
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _like(tensor, fake)
+        made: torch.Tensor = memo[id(tensor)]
+        return made
+
+    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign,assignment]
     torch.load, torch.compile = loaded, as_it_is
     nn.Module.compile = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         with Weightless(fake):
             yield
     finally:
+        del FakeTensor.__deepcopy__  # torch.Tensor's own is back
         torch.load, torch.compile = load, compiled
         nn.Module.compile = compile_module  # type: ignore[method-assign]
 
@@ -97,14 +106,8 @@ def make_fake(model: nn.Module, optimizers: Iterable[Optimizer], fake: FakeTenso
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is fake, and neither on the meta device nor a deep copy.
-
-    Views of a fake tensor that ``copy.deepcopy`` made have a storage of their own (torch 2.13), so
-    each would count as memory; ``nn.Transformer`` makes its layers so.
-    """
-    if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-        return False
-    return tensor.detach().untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    """Return whether a tensor is fake, and not one of the meta device, where a cell may build."""
+    return isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 def _like(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
