@@ -8,6 +8,7 @@ alone. Whatever else is asked for its value raises.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -151,6 +152,21 @@ def known_values() -> Iterator[None]:
 
 def _has_value(value: Any) -> bool:
     return type(value) is FakeTensor and value.constant is not None
+
+
+@contextmanager
+def errors_told_once() -> Iterator[None]:
+    """Have torch log no errors of fake tensors inside: they are raised, and told by that.
+
+    Source: ``log.error`` in ``_dispatch_impl`` of torch/_subclasses/fake_tensor.py.
+    """
+    logger = logging.getLogger(fake_tensor.__name__)
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def _is_without_value(value: Any) -> bool:

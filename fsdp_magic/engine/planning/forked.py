@@ -1,7 +1,7 @@
-"""ENGINE: something done in a fork of the engine, which stays as it is whatever comes of it.
+"""ENGINE: something done in a fork of this process, which stays as it is whatever comes of it.
 
 The child has one thread, no group, no kernel: it computes, writes its answer to a pipe and ends.
-It ends with the engine, and at once when nobody wants its answer any more.
+It ends with its parent, an engine or the tracer, and at once when nobody wants its answer.
 """
 
 from __future__ import annotations
@@ -39,28 +39,53 @@ def in_fork(work: Callable[[], Any]) -> Any:
         FsdpError: if the child ended without an answer.
         KeyboardInterrupt: if the person interrupted; the child is gone.
     """
-    reading, writing = os.pipe()
-    engine = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of threads
-        pid = os.fork()
-    if pid == 0:
-        _live(work, writing, engine)
-    os.close(writing)
-    ended = False
-    try:
-        answer = _read(reading)
-        status = os.waitpid(pid, 0)[1]
-        ended = True
-    finally:
-        os.close(reading)
-        if not ended:
+    with Fork(work) as fork:
+        return fork.answer()
+
+
+class Fork:
+    """Something done in a fork of this process while this one goes on; a context manager.
+
+    Args:
+        work: called in the child; what it gives is pickled.
+    """
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+
+    def __enter__(self) -> Fork:
+        """Fork."""
+        self._reading, writing = os.pipe()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of threads
+            self._pid = os.fork()
+        if self._pid == 0:
+            _live(self._work, writing, parent)
+        os.close(writing)
+        self._ended = False
+        return self
+
+    def answer(self) -> Any:
+        """Wait for what the child gives, or a ``TraceFailed``, and return it.
+
+        Raises:
+            FsdpError: if the child ended without an answer.
+        """
+        answer = _read(self._reading)
+        status = os.waitpid(self._pid, 0)[1]
+        self._ended = True
+        if answer is None:
+            raise _without_answer(os.waitstatus_to_exitcode(status))
+        return answer
+
+    def __exit__(self, *error: object) -> None:
+        """End the child, if it has not."""
+        os.close(self._reading)
+        if not self._ended:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    if answer is None:
-        raise _without_answer(os.waitstatus_to_exitcode(status))
-    return answer
+                os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
 def _read(reading: int) -> Any:

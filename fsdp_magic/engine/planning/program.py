@@ -31,6 +31,8 @@ from fsdp_magic.engine.tracebacks import persons_traceback
 
 _NO_NUMPY = ".numpy() is not supported for tensor subclasses"
 """What torch says of a fake tensor. Source: ``THPVariable_numpy`` of torch 2.13."""
+_OF_TRAINING = ("batch", "step", "micro_step", "epoch", "micro_batch_size", "total_steps")
+"""Names that training cells have and the cell of a plan has not."""
 
 
 class NoValuesError(Exception):
@@ -90,7 +92,7 @@ def namespace_of_cell(code: str, name: str) -> dict[str, Any]:
     namespace = vars(module)
     namespace.update(device=torch.device("cpu"), rank=0, world_size=1, dp_rank=0, dp_size=1)
     cell = cells.compile_cell(code, name, shell=_PlainShell())
-    with values_explained():
+    with values_explained(), _missing_explained():
         cell.run(namespace)
     return namespace
 
@@ -127,7 +129,13 @@ def program_in(namespace: dict[str, Any], *, sequence_length: int | None) -> Des
     guards = Guards(Refusing())
 
     def loss_of(batch: Any) -> torch.Tensor:
-        with guards.in_place(), guards.watching(), values_explained(), _guess_told(guessed):
+        with (
+            guards.in_place(),
+            guards.watching(),
+            values_explained(),
+            _missing_explained(),
+            _guess_told(guessed),
+        ):
             loss = loss_fn(model, batch)
         if loss is None:
             raise FsdpError("loss_fn returns nothing; end it with: return loss")
@@ -165,6 +173,22 @@ def _guess_told(guessed: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _missing_explained() -> Iterator[None]:
+    """Say what the cell of a plan has, where it takes names of other cells."""
+    try:
+        yield
+    except NameError as error:
+        error.add_note(
+            "The cell of a plan only builds the model; what a training cell does with a batch "
+            "is a function of it: def loss_fn(model, batch): return ..."
+            if error.name in _OF_TRAINING
+            else "The cell of a plan runs in a process of its own, without the names of other "
+            "cells; import and define what it uses in it"
+        )
+        raise
+
+
 def _model(namespace: dict[str, Any]) -> nn.Module:
     model = namespace.get("model")
     if isinstance(model, nn.Module):
@@ -175,10 +199,7 @@ def _model(namespace: dict[str, Any]) -> nn.Module:
         )
     modules = [name for name, value in namespace.items() if isinstance(value, nn.Module)]
     near = nearest("model", modules) or next(iter(modules), None)
-    raise FsdpError(
-        "the cell binds no `model`; add: model = "
-        + (near or "AutoModelForCausalLM.from_config(config)")
-    )
+    raise FsdpError("the cell binds no `model`; add: model = " + (near or "MyModel()"))
 
 
 def _optimizers(namespace: dict[str, Any], model: nn.Module) -> list[Optimizer]:

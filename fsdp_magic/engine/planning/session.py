@@ -228,7 +228,9 @@ def _note(batch: Any, tokens: int | None) -> str:
     """Return what a sample is, where that decides the memory: a batch's own length."""
     ids = _ids_of(batch)
     if ids is None:
-        return "samples are like those of the first batch of the data"
+        note = "samples are like those of the first batch of the data"
+        unused = "; --seq-len is for batches that have input_ids, and this one has none"
+        return note if tokens is None else note + unused
     if tokens is not None:
         return f"each sample has {tokens:,} tokens"
     return f"each sample has {ids.shape[1]:,} tokens, as in the first batch of the data"

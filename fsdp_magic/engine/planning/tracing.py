@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.planning.requests import TraceVariant
 from fsdp_magic.core.planning.step_trace import (
     Allocated,
@@ -61,18 +60,12 @@ def trace_step(
         cast = {n: p for n, p in model.named_parameters() if _is_cast(model, p, spec)}
         heads = {name for cut in named.values() for unit in cut for name in unit}
         small, large, standing = _passes(program, cast, heads)
-    events = aligned(small, large)
-    if not any(isinstance(e, Allocated) and e.size != Size(e.size.fixed) for e in events):
-        raise FsdpError(
-            f"{small.samples} samples take the memory that {large.samples} take; let "
-            "example_batch(b) make tensors whose dim 0 is b"
-        )
     sizes = (small.samples, large.samples)
     done = small.operations, large.operations
     return StepTrace(
         parameters=_parameters(model, spec, trained),
         modules=_modules(model),
-        micro_step=events,
+        micro_step=aligned(small, large),
         optimizer=optimizer,
         units=named,
         precision=variant.precision,
