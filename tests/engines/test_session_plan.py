@@ -209,3 +209,19 @@ def test_a_plan_that_dies_costs_the_session_nothing(session: Session, end: str) 
     with pytest.raises(UsageError, match="ended without an answer"):
         session.plan(show=False)
     assert state_of(session) == before
+
+
+@pytest.mark.parametrize(
+    ("made", "refused"),
+    [
+        ("fsdp.mean(loss) + fsdp.gather(batch[0]).sum() + fsdp.whole(model.head.bias).sum()", None),
+        ("torch.distributed.nn.functional.all_reduce(loss)", "a collective of its own"),
+    ],
+)
+def test_a_plan_waits_for_no_other_rank(session: Session, made: str, refused: str | None) -> None:
+    train(session, cell=f"{CELL}\nloss = loss + 0 * ({made})")
+    if refused is None:
+        assert session.plan(strategies=["ddp"], show=False).max_micro_batch_size["ddp"]
+        return
+    with pytest.raises(UsageError, match=refused):
+        session.plan(strategies=["ddp"], show=False)

@@ -120,3 +120,10 @@ def test_strategies_that_are_one_for_a_model_are_planned_once() -> None:
     base = ModelSpec(activation_checkpointing="blocks")
     planned = without_repeats(specs(PlanSpec(), base), is_cpu=True)
     assert tuple(planned) == ("ddp", "zero1", "shard_grad_op", "full_shard")
+
+
+@pytest.mark.parametrize("given", [0, 24])
+def test_a_bare_number_is_no_memory_of_a_gpu(given: int) -> None:
+    spec = PlanSpec(gpu_memory=given)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"--gpu-memory '{given}'"):
+        device_for(spec, world_size=2)

@@ -20,10 +20,15 @@ from fsdp_magic.core.planning.requests import TraceVariant
 from fsdp_magic.engine.planning import files_read
 from fsdp_magic.engine.planning.batches import default_batch
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
-from fsdp_magic.engine.planning.fake_mode import PlanningMode, errors_told_once
+from fsdp_magic.engine.planning.fake_mode import PlanningMode, errors_told_once, known_values
 from fsdp_magic.engine.planning.files_read import FilesRead
 from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
-from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
+from fsdp_magic.engine.planning.program import (
+    Described,
+    NoValuesError,
+    namespace_of_cell,
+    program_in,
+)
 from fsdp_magic.engine.planning.traces import traces_of
 from fsdp_magic.engine.planning.weightless import make_fake, weightless
 from fsdp_magic.notebook import trace_cache
@@ -253,6 +258,65 @@ def test_a_checkpoint_is_not_read(tmp_path: Any) -> None:
     assert program.model.num_labels == 5
     assert {p.dtype for p in program.model.parameters()} == {torch.bfloat16}
     loss_of(program, fake)
+
+
+def test_a_model_built_on_the_meta_device_is_planned() -> None:
+    on_meta = "with torch.device('meta'):\n    model = nn.Sequential(nn.Linear(4, 700_000))\n"
+    program, fake = ran(HEAD + on_meta + BATCH + LOSS)
+    loss_of(program, fake)
+    assert {p.device.type for p in program.model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        ("model(batch[0]).detach().numpy().sum()", "no values, so what a tensor holds"),
+        ("model(batch[0]).sum().backward()", "calls backward"),
+    ],
+)
+def test_a_loss_that_does_too_much_is_told_so(loss_fn: str, says: str) -> None:
+    program, fake = ran(HEAD + NET + BATCH + f"def loss_fn(model, batch): return {loss_fn}")
+    with pytest.raises((FsdpError, NoValuesError), match=says):
+        loss_of(program, fake)
+
+
+def test_a_batch_of_the_planners_that_a_model_does_not_take_is_told_with_the_error() -> None:
+    cell = "from transformers import T5Config, T5ForConditionalGeneration\n" + (
+        "model = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1))"
+    )
+    program, fake = ran(cell, sequence_length=3)
+    with pytest.raises(AttributeError) as caught:  # T5 wants to be told what decoding begins with
+        loss_of(program, fake)
+    assert "example_batch(b)" in caught.value.__notes__[0]
+
+
+def test_more_tokens_than_a_model_is_made_for_are_told() -> None:
+    gpt2 = transformers.AutoModelForCausalLM.from_config(GPT2)
+    assert "more than the 32 that GPT2LMHeadModel" in default_batch(gpt2, 33).note
+    assert "more than" not in default_batch(gpt2, 32).note
+
+
+def test_views_of_known_values_take_no_memory() -> None:
+    with PlanningMode(), known_values():
+        known = torch.zeros(4, 4)
+        for view in (known.view(16), known.expand(3, 4, 4), known[:2], *known.split(2)):
+            assert view.untyped_storage()._cdata == known.untyped_storage()._cdata
+            assert view.constant is not None
+
+
+def test_experts_multiply_in_any_dtype() -> None:
+    with PlanningMode():
+        ends = torch.zeros(2, dtype=torch.int32)
+        out = torch._grouped_mm(torch.zeros(6, 16), torch.zeros(2, 16, 8), offs=ends)
+        assert (out.shape, out.dtype) == ((6, 8), torch.float32)
+
+
+def test_views_of_copied_parameters_take_no_memory() -> None:
+    program, fake = ran(HEAD + NET + "import copy\nmodel = copy.deepcopy(model)\n" + BATCH + LOSS)
+    with fake:
+        for parameter in program.model.parameters():
+            storage = parameter.detach().untyped_storage()
+            assert storage._cdata == parameter.untyped_storage()._cdata
 
 
 # ---------------------------------------------------------------- mistakes

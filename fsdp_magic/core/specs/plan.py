@@ -136,6 +136,8 @@ class PlanSpec:
 
     def __post_init__(self) -> None:
         self._set("strategies", _listed(self.strategies))
+        if self.gpu_memory is not None:
+            self._set("gpu_memory", str(self.gpu_memory))
         for flag, value, most in (
             ("--world-size", self.world_size, _MOST_RANKS),
             ("--seq-len", self.seq_len, None),
