@@ -20,6 +20,7 @@ def trace_of(
     *,
     precision: str = "fp32",
     activation_checkpointing: str = "",
+    batch_of: Callable[[int], Any] = int,
 ) -> StepTrace:
     """Trace cells.
 
@@ -28,6 +29,7 @@ def trace_of(
         cell: returns that which binds ``loss``, for a number of samples.
         precision: what the model computes in.
         activation_checkpointing: what it computes again.
+        batch_of: makes what the cell finds as ``batch``.
     """
     name = f"<model of a plan {hash(model)}>"
     # what is a unit is told from the source
@@ -37,14 +39,18 @@ def trace_of(
         exec(compile(model, name, "exec"), names)
         names["model"].train()
 
-        def loss_of(samples: int) -> Any:
+        def batch_for(samples: int) -> tuple[int, Any]:
+            return samples, batch_of(samples)
+
+        def loss_of(batch: tuple[int, Any]) -> Any:
+            samples, names["batch"] = batch
             exec(cell(samples), names)
             loss, names["loss"] = names["loss"], names["loss"].detach()
             return loss
 
         parameters = {id(p): n for n, p in names["model"].named_parameters()}
         return trace_step(
-            Program(model=names["model"], batch_of=int, loss_of=loss_of),
+            Program(model=names["model"], batch_of=batch_for, loss_of=loss_of),
             variant=TraceVariant(precision, activation_checkpointing),
             optimizer=trace_optimizers([names["optimizer"]], parameters),
         )

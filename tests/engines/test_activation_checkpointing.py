@@ -24,8 +24,12 @@ def reference(case: Case) -> Trajectory:
     return single_process(case)
 
 
-def on_engines(session, case, kind, *, strategy="full_shard", accumulate=1) -> Trajectory:
-    session.model(case.built, strategy=strategy, activation_checkpointing=kind, show=False)
+def on_engines(
+    session, case, kind, *, strategy="full_shard", accumulate=1, **options
+) -> Trajectory:
+    session.model(
+        case.built, strategy=strategy, activation_checkpointing=kind, show=False, **options
+    )
     trajectory = Trajectory(before=session.pull("dict(model.named_parameters())"))
     run = session.train(
         case.cell, data="data", steps=STEPS, no_shuffle=True, accumulate=accumulate,
@@ -59,6 +63,35 @@ def test_training_equals_one_process(session, kind, strategy, model, accumulate)
     assert counted == [*plain.state_dict(), *dict(plain.named_modules())]
     kinds = session.pull("[kind.__name__ for kind in type(model).__mro__]")
     assert type(plain).__name__ in kinds
+
+
+LOW = {"precision": "bf16", "accumulate": 2}
+LOW_EVERY_COMMIT = (
+    ("full_shard", "blocks", "selective"),
+    ("full_shard", "none", "blocks"),
+    ("ddp", "none", "selective"),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrap", "kind"),
+    [
+        pytest.param(*case, marks=() if case in LOW_EVERY_COMMIT else pytest.mark.nightly)
+        for case in product(
+            ["full_shard", "shard_grad_op", "ddp", "zero1"],
+            ["blocks", "none", "size:2_000"],
+            ["blocks", "selective"],
+        )
+    ],
+)
+def test_nothing_is_cast_otherwise_when_it_is_computed_again(session, strategy, wrap, kind):
+    case = Case(dtype="float32")
+    with_, without = (
+        on_engines(session, case, each, strategy=strategy, wrap=wrap, **LOW)
+        for each in (kind, False)
+    )
+    assert with_.losses == without.losses
+    assert_equal(with_, without, tolerance=1e-5)
 
 
 DRAWN = """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from allocator_events import measured, of_known_pattern
 from planned_cells import trace_of
 
@@ -94,3 +95,35 @@ def test_a_planned_peak_is_the_allocators(
     # gloo's threads let go of what is reduced a little earlier or later than it is waited for
     late = BUCKET_BYTES if strategy in ("ddp", "zero1") else UNIT_BYTES
     assert 0.98 * peaks.lowest - late <= planned <= 1.02 * peaks.highest + late, peaks
+
+
+NORMS = """
+import torch
+from torch import nn
+model = nn.Sequential(*(nn.LayerNorm(16_384) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+"""
+DATA = """
+import torch
+image = torch.ones(16_384)
+images = [image] * 96
+"""
+
+
+@pytest.mark.parametrize("accumulate", [4, pytest.param(1, marks=pytest.mark.nightly)])
+def test_all_micro_batches_of_a_step_are_planned_for(session, accumulate) -> None:
+    """Images that take about as much as what the model makes of them."""
+    samples, loss = 4, "loss = model(batch).square().mean()"
+    trace = trace_of(NORMS, lambda _: loss, batch_of=lambda b: torch.ones(b, 16_384))
+    setting = Setting(strategy="ddp", accumulate=accumulate, backend="gloo")
+    session.run(DATA, show=False)
+    peaks = measured(
+        session,
+        NORMS,
+        loss,
+        steps=3,
+        left=("batch", "image", "images"),
+        training={"accumulate": accumulate, "data": "images", "micro_batch_size": samples},
+        strategy="ddp",
+    )
+    assert ledger_of(trace, setting).peak(samples) == pytest.approx(peaks.highest, rel=0.02)

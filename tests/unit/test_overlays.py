@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_magic.core.planning.gradient_buckets import BUCKET_BYTES, buckets_of
 from fsdp_magic.core.planning.ledger import Ledger
-from fsdp_magic.core.planning.overlay import Setting, replay
+from fsdp_magic.core.planning.overlay import BATCHES, Setting, replay
 from fsdp_magic.core.planning.step_trace import (
     Allocated,
     Event,
@@ -104,6 +106,21 @@ def test_a_parameter_takes_what_theory_says_at_the_peak(ranks: int) -> None:
     for strategy, (bytes_, units) in theory.items():
         found = peak(stack(), strategy=strategy, **options)
         assert bytes_ * WHOLE <= found <= bytes_ * WHOLE + units * UNIT, strategy
+
+
+def test_batches_of_all_micro_steps_are_there_at_once() -> None:
+    """A step reads them as it begins, while those of the step before are still there."""
+    plain, sample = stack(saved=10.0), 3_000.0
+    batch = Allocated(10_000, Size(0.0, sample), "input", "", "")
+    trace = replace(plain, micro_step=(batch, *plain.micro_step, Freed(10_000, carried=True)))
+    for accumulate in (1, 4, 64):
+        setting = Setting(accumulate=accumulate)
+        ledger, without = ledger_of(trace, setting), ledger_of(plain, setting)
+        assert ledger.peak(2) == without.peak(2) + 2 * accumulate * sample
+        begins = next(p.entry for p in ledger.phases if p.name == "step 2: forward")
+        held = [e.size.at(2) for e in ledger.live_after(begins) if e.kind == "input"]
+        assert sum(held) == 2 * accumulate * sample
+    assert BATCHES in terms(ledger)
 
 
 def test_full_shard_holds_two_units_a_gradient_and_its_buffers() -> None:

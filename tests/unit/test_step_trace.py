@@ -128,6 +128,23 @@ def test_gradients_of_one_tensor_add_up_in_place() -> None:
     assert "aten::add" not in taken
 
 
+def test_a_batch_norm_makes_the_gradient_of_its_input_twice() -> None:
+    """On the CPU, inside of the operator: what is made first is let go at once."""
+
+    class _Normalised(SmallModel):
+        def __init__(self) -> None:
+            super().__init__(width=256, blocks=0)
+            self.norm = nn.BatchNorm1d(IDS)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            of_channels: torch.Tensor = self.norm(self.ids(ids)).mean(-1, keepdim=True)
+            return of_channels
+
+    variant = TraceVariant()
+    predicted = max(_levels(_traced(_Normalised, variant), 32))
+    assert predicted == pytest.approx(_measured_peak(_Normalised, 32, variant), rel=0.015)
+
+
 def test_nothing_is_left_but_what_variables_hold() -> None:
     """After a micro-step the batch and the logits are there, and are freed in the next."""
     trace = _traced(_OneBlock, TraceVariant())

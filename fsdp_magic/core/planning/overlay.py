@@ -27,6 +27,7 @@ from fsdp_magic.core.specs.strategy import AccumulateSync, Strategy
 Backend = Literal["nccl", "gloo"]
 _MOST_MICRO_STEPS = 3
 """A first, one in between and a last one: any more repeat the one in between."""
+BATCHES = "micro-batches of a step"
 _SMALL_BUFFER_BYTES = 64 * 1024
 """Source: ``_SMALL_BYTES`` of engine/rollback.py: such are kept before every step."""
 
@@ -121,6 +122,7 @@ def replay(
     number = 0
     for step in range(1, steps + 1):
         overlay.step = step
+        _take_batches(overlay)
         _keep_buffers(overlay)
         for micro_step in range(1, micro_steps + 1):
             number += 1
@@ -131,6 +133,22 @@ def replay(
             _step_optimizer(overlay, event)
         overlay.updated()
     return ledger
+
+
+def _take_batches(overlay: Overlay) -> None:
+    """Take the batches of all micro-steps, then let go of those of the step before.
+
+    Source: ``StepBatches`` of engine/data.py, which has a step's batches from its beginning to its
+    end.
+    """
+    ledger, step, times = overlay.ledger, overlay.step, overlay.setting.accumulate
+    for event in overlay.trace.micro_step:
+        if isinstance(event, Allocated) and event.kind == "input":
+            size = Size(*(times * part for part in event.size))
+            ledger.take((BATCHES, step, event.id), size, "input", place=event.place)
+    for key in ledger.held(BATCHES):
+        if key[1] < step:
+            ledger.give_back(key)
 
 
 def _keep_buffers(overlay: Overlay) -> None:
@@ -159,7 +177,7 @@ def _micro_step(overlay: Overlay, number: int, *, is_last: bool) -> None:
     ledger.enter(f"step {overlay.step}: forward")
     for event in overlay.trace.micro_step:
         if isinstance(event, Allocated):
-            if overlay.has(event):
+            if event.kind != "input" and overlay.has(event):
                 key = ("traced", number, event.id)
                 ledger.take(key, event.size, event.kind, place=event.place)
         elif isinstance(event, Freed):

@@ -24,8 +24,9 @@ SOURCES: Mapping[Kind, str] = {
     "activation": "storages that the traced forward made and autograd or the cell still holds",
     "temporary": "storages that the traced backward, or the optimizer, needs for a moment",
     "gathered": f"whole parameters of the units in use ({_FSDP}/_fsdp_param_group.py)",
-    "communication": f"what collectives read and write ({_FSDP}/_fsdp_collectives.py)",
-    "input": "the tensors of the batch",
+    "communication": f"what collectives read and write ({_FSDP}/_fsdp_collectives.py); of buckets "
+    "of gradients as many as there may be at once: one that is reduced early is gone by then",
+    "input": "the tensors of the batches of all micro-steps, which are read as a step begins",
     "buffer": "the model's buffers, whole on every rank",
 }
 _NAMES: Mapping[Kind, str] = {
@@ -36,7 +37,7 @@ _NAMES: Mapping[Kind, str] = {
     "temporary": "temporary",
     "gathered": "gathered parameters",
     "communication": "communication",
-    "input": "batch",
+    "input": "batches of a step",
     "buffer": "buffers",
 }
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdp_magic.engine.parallel import torch_private
-from fsdp_magic.engine.parallel.forwards import Forward, Order, lay_around
+from fsdp_magic.engine.parallel.forwards import Forward, Order, is_computed_again, lay_around
 from fsdp_magic.engine.parallel.methods import direct_methods, given_tensors, replace
 from fsdp_magic.engine.parallel.precision import OUTPUT_DTYPE, castable
 
@@ -30,10 +30,14 @@ def compute_in(root: nn.Module, units: Iterable[tuple[nn.Module, ...]], dtype: t
 
     Args:
         root: the model.
-        units: modules in it whose parameters are cast together; the rest is the root's.
+        units: modules in it whose parameters are cast together; the rest is the root's. What is
+            computed again in backward is a unit too, so that it casts the same both times.
         dtype: bf16 or fp16.
     """
-    heads = [*(unit for unit in units if root not in unit), (root,)]
+    units = [unit for unit in units if root not in unit]
+    own = {id(module) for unit in units for module in unit} | {id(root)}
+    again = [(m,) for m in root.modules() if is_computed_again(m) and id(m) not in own]
+    heads = [*units, *again, (root,)]
     head_ids = {id(module) for unit in heads for module in unit}
     for unit in heads:
         members = list(_members(unit, head_ids))

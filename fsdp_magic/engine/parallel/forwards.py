@@ -62,6 +62,11 @@ def has_layers(module: nn.Module) -> bool:
     return _KEPT_IN in vars(module)
 
 
+def is_computed_again(module: nn.Module) -> bool:
+    """Return whether backward computes a module again, with all that is inside that layer."""
+    return Order.CHECKPOINTED in _layers(module)
+
+
 def forward_of(module: nn.Module) -> Forward:
     """Return the function of a module's class that computes it, with all layers around it."""
     function: Forward = type(module).forward

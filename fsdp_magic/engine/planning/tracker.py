@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_magic.core.planning.step_trace import Freed, Kind, Mark, Reached
-from fsdp_magic.engine.planning.cpu_convolutions import CONVOLUTIONS, moments_of
+from fsdp_magic.engine.planning.cpu_kernels import WITH_MOMENTS, moments_of
 from fsdp_magic.engine.planning.in_place import takes_place_of_first, uses_when_alone
 from fsdp_magic.engine.planning.operations import Operations
 
@@ -236,7 +236,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add_copy(args[0], out)
         if in_place:
             self._replace(args[0], out)
-        if func in CONVOLUTIONS and not self._is_cuda:
+        if func in WITH_MOMENTS and not self._is_cuda:
             for part, copied in moments_of(func, args, out):
                 self._take_for_a_moment(copied, tuple(part.shape), name)
                 self.add(part, name)

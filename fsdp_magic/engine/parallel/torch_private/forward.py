@@ -20,8 +20,9 @@ def gathered_around(
 ) -> Callable[..., Any]:
     """Return a function of a module's class that gathers the unit the module's parameters are in.
 
-    While the unit is in its own forward the method is called as it is. Else the unit's forward
-    begins before it and ends after it, as torch's ``register_fsdp_forward_method`` does.
+    While the unit is in its own forward the method is called as it is; so it is where backward
+    computes that again. Else the unit's forward begins before it and ends after it, as torch's
+    ``register_fsdp_forward_method`` does.
 
     Args:
         unit: the FSDP unit that holds the module's parameters.
@@ -30,13 +31,20 @@ def gathered_around(
     """
     state, own = unit._get_fsdp_state(), id(module)
     holder = weakref.ref(unit)
+    is_by_itself = True
 
     @functools.wraps(function)
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_by_itself
         if torch.compiler.is_compiling():  # a part of a unit that is in its forward
             return function(self, *args, **kwargs)
-        # a deep copy of the module has this method too, but none of the unit's parameters
-        if state._training_state is TrainingState.FORWARD or id(self) != own:
+        if id(self) != own:  # a deep copy has this method too, but none of the unit's parameters
+            return function(self, *args, **kwargs)
+        if state._training_state is TrainingState.PRE_BACKWARD and not is_by_itself:
+            _gather(state)  # torch would cast what it is given and returns, as it did not before
+            return function(self, *args, **kwargs)
+        is_by_itself = state._training_state is not TrainingState.FORWARD
+        if not is_by_itself:
             return function(self, *args, **kwargs)
         unit = holder()
         try:
@@ -49,6 +57,14 @@ def gathered_around(
         return out
 
     return gathering
+
+
+def _gather(state: Any) -> None:
+    """Have the parameters of a unit whole, if an earlier end of its backward has freed them."""
+    for group in groups_of(state):
+        if not group.is_unsharded:
+            group.unshard()
+            group.wait_for_unshard()
 
 
 def _leave_forward(state: Any) -> None:
