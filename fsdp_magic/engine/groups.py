@@ -37,15 +37,20 @@ class Groups:
             dist.Backend.register_backend(BACKEND, self._create, devices=["cpu", "cuda"])
 
     @contextmanager
-    def only(self, ranks: tuple[int, ...] | None) -> Iterator[None]:
-        """Refuse collectives with ranks that do not run the cell inside; None: all run it."""
+    def only(self, ranks: tuple[int, ...] | None, *, refusal: str = "") -> Iterator[None]:
+        """Refuse collectives with ranks that do not run the cell inside; None: all run it.
+
+        Args:
+            ranks: that run it.
+            refusal: what is said then; empty: what suits ``%%fsdp --ranks``.
+        """
         everybody = range(dist.get_world_size())
         idle = frozenset() if ranks is None else frozenset(everybody) - frozenset(ranks)
-        self.surroundings.idle_ranks = idle
+        self.surroundings.idle_ranks, self.surroundings.refusal = idle, refusal
         try:
             yield
         finally:
-            self.surroundings.idle_ranks = frozenset()
+            self.surroundings.idle_ranks, self.surroundings.refusal = frozenset(), ""
 
     @property
     def diverged(self) -> str:

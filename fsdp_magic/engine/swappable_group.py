@@ -55,6 +55,7 @@ class Surroundings:
         message_peer: the rank that a message was sent to or awaited from last; None: none, or any.
         message_at: when that was.
         idle_ranks: ranks that do not run the cell of this moment.
+        refusal: what is said where they would be needed; empty: what suits ``%%fsdp --ranks``.
     """
 
     cuda_transport: str
@@ -65,6 +66,7 @@ class Surroundings:
     message_peer: int | None = None
     message_at: float = 0.0
     idle_ranks: frozenset[int] = frozenset()
+    refusal: str = ""
 
 
 class SwappableGroup(NamedGroup):
@@ -193,6 +195,8 @@ class SwappableGroup(NamedGroup):
     def _refuse_idle(self, wanted: Sequence[int]) -> None:
         """Raise if a wanted rank does not run the cell: it would be waited for in vain."""
         absent = tuple(self._around.idle_ranks.intersection(wanted))
+        if absent and self._around.refusal:
+            raise FsdpError(self._around.refusal)
         if absent:
             do_not = "do" if len(absent) > 1 else "does"
             raise FsdpError(

@@ -186,12 +186,14 @@ _MAGICS: dict[str, tuple[str, str]] = {
         """
         The cell binds `model` and, if it likes, `optimizer` (else AdamW), `example_batch(b)` and
         `loss_fn(model, batch)`; models of transformers have defaults for both. It runs in a
-        process of its own, without weights and without a GPU. %fsdp_plan, without a cell, plans
-        the session's model, data and last training cell. It returns the plan:
-        plan.max_micro_batch_size["full_shard"], plan.peak_bytes("full_shard", 8)
+        process of its own, without weights, without a GPU and without the names of other cells.
+        %fsdp_plan, without a cell, plans the session's model, data and last training cell. It
+        returns the plan: plan.max_micro_batch_size["full_shard"], plan.peak_bytes("full_shard", 8),
+        plan.show("ddp"), plan.show_terms() with the source of every figure.
         """,
         """
         %%fsdp_plan --gpu-memory 24GiB --world-size 2 --seq-len 128
+        from transformers import AutoConfig, AutoModelForCausalLM
         config = AutoConfig.from_pretrained("./my-model")
         model = AutoModelForCausalLM.from_config(config)
         """,

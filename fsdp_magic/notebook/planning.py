@@ -232,9 +232,9 @@ def _about_cache(report: TraceReport) -> list[str]:
 
 
 def _described(trace: StepTrace) -> str:
-    """Return what is planned, in words: ``GPT2LMHeadModel, 1.6G parameters``."""
+    """Return what is planned, in words: ``GPT2LMHeadModel, 1.6B parameters``."""
     elements = sum(parameter.elements for parameter in trace.parameters.values())
-    return f"{trace.modules[''].class_name}, {count_text(elements)} parameters"
+    return f"{trace.modules[''].class_name}, {count_text(elements).replace('G', 'B')} parameters"
 
 
 def failure_of(failure: Failure) -> FsdpError:

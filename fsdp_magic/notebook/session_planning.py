@@ -17,6 +17,7 @@ from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.inspection import Inspection
 from fsdp_magic.notebook.options import spec_of
 
+_NOT_COMPILED = "planned without --compile: what a compiled step saves is not counted"
 _WRITE_A_CELL = "write the model into the cell of a %%fsdp_plan"
 
 
@@ -73,6 +74,8 @@ class Planning(Inspection):
         answer = self._quietly("plan", {0: request})[0].report
         if isinstance(answer, TraceFailed):
             raise planning.failure_of(answer.failure)
+        if base.compile:
+            answer = replace(answer, notes=(*answer.notes, _NOT_COMPILED))
         accumulate = spec.accumulate or self.runs[-1].accumulate or 1
         made = planning.plan_of(
             answer, specs, device, world_size=world_size, accumulate=accumulate, spec=spec

@@ -61,10 +61,10 @@ def html(view: PlanView) -> str:
 def text(view: PlanView) -> str:
     """Return the same as text."""
     unit, full = _unit(view), _full_bytes(view)
-    heads = ["strategy", "largest", f"peak at {view.bar_size}", "a sample", "fullest in"]
+    heads = ["strategy", "largest", f"peak at {view.bar_size:,}", "+ per sample", "fullest in"]
     rows = [[*heads, *_rank_head(view), f"full bar {bytes_text(full)}"]]
     for each in view.rows:
-        more = unit.text(each.sample_bytes) if each.largest.ideal else "-"
+        more = _sample_text(each, unit) or "-"
         sizes = [unit.text(each.peak_bytes), more]
         cells = [
             shortened(each.name, 80),
@@ -103,8 +103,8 @@ def _head_html(view: PlanView) -> str:
     return (
         head_cell("strategy", style=FIRST)
         + head_cell("largest micro-batch", right=True, style=_WRAPS)
-        + head_cell(f"peak at micro-batch {view.bar_size}", style=_WRAPS)
-        + head_cell(_pair(f"{unit.name}, + a sample", "fullest in"), right=True, style=_WRAPS)
+        + head_cell(f"peak at micro-batch {view.bar_size:,}", style=_WRAPS)
+        + head_cell(_pair(f"{unit.name} + per sample", "fullest in"), right=True, style=_WRAPS)
         + "".join(head_cell(each, right=True) for each in _rank_head(view))
     )
 
@@ -114,11 +114,12 @@ def _row_html(each: PlanRow, view: PlanView) -> str:
     is_shown = view.shown is each and len(view.rows) > 1
     name = plan_timeline.strategy_html(each.name)
     step, _, phase = shortened(each.phase, 40).partition(": ")
-    more = muted(f"+&nbsp;{unit.text(each.sample_bytes)}") if each.largest.ideal else ""
+    sample = _sample_text(each, unit).replace(" ", "&nbsp;")
+    more = muted(f"+&nbsp;{sample}") if sample else ""
     return row(
         cell(f"<b>{name}</b>" if is_shown else name, style=FIRST + _WRAPS)
-        + number_cell(_largest_html(each.largest))
-        + cell(_bar(each, view), style="width:38%;min-width:24px")
+        + number_cell(_largest_html(each.largest), style=_WRAPS)
+        + cell(_bar(each, view), style="width:30%;min-width:24px")
         + number_cell(
             _pair(f"{unit.text(each.peak_bytes)} {more}", escape(phase or step)), style=_WRAPS
         )
@@ -126,11 +127,19 @@ def _row_html(each: PlanRow, view: PlanView) -> str:
     )
 
 
+def _sample_text(each: PlanRow, unit: MemoryUnit) -> str:
+    """Return what a sample more takes, in a unit of its own if it is little; or nothing."""
+    if not each.largest.ideal:
+        return ""
+    digits = unit.text(each.sample_bytes)
+    return digits if float(digits.replace(",", "")) else bytes_text(each.sample_bytes)
+
+
 def _pair(size: str, phase: str) -> str:
     """Return two columns as HTML that stand below each other on a narrow page."""
     return (
         f'<span style="display:inline-block">{size}</span> <span style="display:inline-block;'
-        f'min-width:66px;text-align:left;padding-left:10px">{phase}</span>'
+        f'min-width:64px;text-align:left;padding-left:8px">{phase}</span>'
     )
 
 
@@ -139,8 +148,8 @@ def _largest_html(largest: Interval) -> str:
         return "<b>any</b>"
     if not largest.ideal:
         return f"{icon('▲', RED)} <b>none</b>"
-    beyond = f" {muted(f'to {largest.ideal}')}" if largest.ideal > largest.safe else ""
-    return f"<b>{largest.safe}</b>{beyond}"
+    beyond = f" {muted(f'to {largest.ideal:,}')}" if largest.ideal > largest.safe else ""
+    return f"<b>{largest.safe:,}</b>{beyond}"
 
 
 def _largest_text(largest: Interval) -> str:
@@ -148,7 +157,8 @@ def _largest_text(largest: Interval) -> str:
         return "any"
     if not largest.ideal:
         return "none"
-    return f"{largest.safe}" + (f" to {largest.ideal}" if largest.ideal > largest.safe else "")
+    beyond = f" to {largest.ideal:,}" if largest.ideal > largest.safe else ""
+    return f"{largest.safe:,}{beyond}"
 
 
 def _rank_head(view: PlanView) -> list[str]:
@@ -226,7 +236,7 @@ def _summary(view: PlanView) -> str:
     ranks = f"{view.world_size:,} rank{'s' if view.world_size != 1 else ''}"
     of = f"{shortened(view.model, 60)} " if view.model else ""
     device = f"{shortened(view.device_name, 30)}, {bytes_text(view.usable_bytes)} of it usable"
-    return f"{of}on {ranks}, each {device}; predicted, nothing was run"
+    return f"{of}on {ranks}, each {device}; predicted"
 
 
 def _advice_html(view: PlanView) -> str:
@@ -250,14 +260,7 @@ def _advised(sentence: str) -> str:
 
 def _notes(view: PlanView) -> Sequence[str]:
     notes = [*view.notes]
-    if any(not each.largest.is_open and each.largest.ideal for each in view.rows):
-        notes.append(
-            "Largest micro-batch: on CPU engines nothing is lost between tensors, so there is one "
-            "figure"
-            if view.is_cpu
-            else "Largest micro-batch: the bold figure fits with what the caching allocator loses "
-            "to fragmentation, the one behind it if it lost nothing; take the bold one"
-        )
+    notes += _about_largest(view)
     if view.card:
         notes.append(
             "Speed is a ranking by time per sample at the largest size: computing or memory, and "
@@ -265,3 +268,18 @@ def _notes(view: PlanView) -> Sequence[str]:
             "promises no seconds"
         )
     return notes
+
+
+def _about_largest(view: PlanView) -> list[str]:
+    """Return what the figures of the largest micro-batch mean."""
+    found = [each.largest for each in view.rows if each.largest.ideal]
+    if all(largest.is_open for largest in found):
+        return []
+    if view.is_cpu:
+        return ["Largest micro-batch: on CPU engines nothing is lost between tensors"]
+    if all(largest.safe == largest.ideal for largest in found):
+        return ["Largest micro-batch: what the caching allocator loses to fragmentation is counted"]
+    return [
+        "Largest micro-batch: the first figure fits with what the caching allocator loses to "
+        "fragmentation, the second if it lost nothing; take the first"
+    ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fsdp_magic.core.planning.memory_plan import MemoryPlan
 from fsdp_magic.core.planning.terms import PEAK, USABLE, Term, Terms
+from fsdp_magic.core.units import bytes_text
 from fsdp_magic.panels.parts import (
     FIRST,
     MemoryUnit,
@@ -44,7 +45,7 @@ def text(plan: MemoryPlan, strategy: str, micro_batch_size: int | None = None) -
     """Return the same as text."""
     size, terms = _terms(plan, strategy, micro_batch_size)
     unit = _unit(terms)
-    rows = [["term", unit.name], *([term.name, unit.text(term.bytes)] for term in terms)]
+    rows = [["term", unit.name], *([term.name, _size(term, unit)] for term in terms)]
     sources = ["where it is from", *(term.source for term in terms)]
     lines = [f"{a}  {b}" for a, b in zip(text_table(rows), sources, strict=True)]
     return "\n".join([f"Terms of the plan  {_summary(plan, strategy, size)}", *lines])
@@ -60,13 +61,19 @@ def _unit(terms: Sequence[Term]) -> MemoryUnit:
     return replace(memory_unit(term.bytes for term in terms), decimals=3)
 
 
+def _size(term: Term, unit: MemoryUnit) -> str:
+    """Return the bytes of a term, in a unit of its own if they are few."""
+    digits = unit.text(term.bytes)
+    return digits if float(digits.replace(",", "")) else bytes_text(term.bytes)
+
+
 def _row(term: Term, unit: MemoryUnit) -> str:
     bold = "font-weight:600;" if term.name in _TOTALS else ""
     bold += "vertical-align:top;"
     wraps = "white-space:normal;overflow-wrap:anywhere;"
     return row(
         cell(escape(shortened(term.name, 100)), style=FIRST + wraps + bold)
-        + number_cell(unit.text(term.bytes), style=bold)
+        + number_cell(_size(term, unit), style=bold)
         + cell(escape(term.source), style=f"{wraps}vertical-align:top;opacity:.8;")
     )
 

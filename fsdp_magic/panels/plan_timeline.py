@@ -30,7 +30,7 @@ _LABEL_HEIGHT = 17
 _HEADROOM = 1.1
 _FAR = 3
 """A limit this many times above the peak is not drawn, or the peak would be flat."""
-_NARROW, _NARROWEST = 9.0, 4.0
+_NARROW, _NARROWEST = 9.0, 4.5
 """A phase this narrow, in percent of the width, has a short name; its whole one in a tooltip."""
 _LONG_NAME = 15
 _SEEN = 1 / 200
@@ -65,7 +65,7 @@ def html(view: PlanView) -> str:
     )
     right = f'<div style="flex:0 0 210px;height:{HEIGHT}px">{_column(view, top, unit)}</div>'
     return (
-        f'<div style="margin:12px 0px 4px 0px">{_title(view)}</div>'
+        f'<div style="margin:12px 0px 9px 0px">{_title(view)}</div>'
         f'<div style="display:flex;flex-wrap:wrap;gap:10px 12px;font-size:11px">{left}{right}</div>'
     )
 
@@ -114,7 +114,7 @@ def _title(view: PlanView) -> str:
     name = strategy_html(timeline.strategy)
     size = f"micro-batch {timeline.micro_batch_size:,}"
     peak = f"peak {bytes_text(timeline.peak_bytes)} in {timeline.peak_phase}"
-    order = "one rank over two steps, in the order of allocations, not of time"
+    order = "one rank over two steps, in order of allocation"
     return f"<b>{name}, {size} </b> {muted(escape(f'{peak}; {order}'))}"
 
 

@@ -22,7 +22,7 @@ class PlanRow:
         peak_bytes: at the micro-batch size of all bars.
         kinds: what that peak is made of.
         sample_bytes: what one sample more takes.
-        phase: in which the peak is: ``step 2: backward``.
+        phase: in which that peak is: ``step 2: backward``.
         rank: its place by time, 1 the fastest; None: not known, or it does not fit.
         pace: what the rank is by.
     """
@@ -88,7 +88,7 @@ def view_of(plan: MemoryPlan, *, strategy: str | None = None, stamp: str = "") -
     """
     shown = plan.recommended if strategy is None else plan[strategy].name
     ranking, paces = plan.ranking(), plan.paces()
-    bar_size = plan.micro_batch_size or 1
+    bar_size = plan.micro_batch_size or _common_size(plan)
     return PlanView(
         model=plan.model,
         device_name=plan.device.name,
@@ -104,6 +104,12 @@ def view_of(plan: MemoryPlan, *, strategy: str | None = None, stamp: str = "") -
         notes=[*plan.notes, *_without_bf16(plan)],
         stamp=stamp,
     )
+
+
+def _common_size(plan: MemoryPlan) -> int:
+    """Return the largest micro-batch size of every strategy that fits at all, so bars compare."""
+    found = [each for each in plan.intervals.values() if each.safe and not each.is_open]
+    return min((each.safe for each in found), default=1)
 
 
 def _without_bf16(plan: MemoryPlan) -> list[str]:
@@ -133,7 +139,7 @@ def _row(
         peak_bytes=each.peak_bytes(bar_size),
         kinds=each.kinds(bar_size),
         sample_bytes=each.peak_bytes(last) - each.peak_bytes(last - 1),
-        phase=each.peak_phase(max(1, largest.safe) if not largest.is_open else bar_size),
+        phase=each.peak_phase(bar_size),
         rank=ranking.get(name),
         pace=paces.get(name),
     )

@@ -7,8 +7,10 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 
+from fsdp_magic.core.planning.step_trace import Allocated, Size
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook.session import Session
 
@@ -63,6 +65,11 @@ def state_of(session: Session) -> list[str | None]:
     return [output.result for output in session.run(STATE, show=False)]
 
 
+def children_of_engines(session: Session) -> list[list[int]]:
+    engines = (psutil.Process(rank.pid) for rank in session.status())
+    return [sorted(child.pid for child in engine.children()) for engine in engines]
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -86,6 +93,9 @@ def test_a_plan_leaves_the_session_as_it_was(session: Session, strategy: str) ->
         "norm.weight": (64,),
         "norm.bias": (64,),
     }
+    events = plan["ddp"].trace.micro_step
+    inputs = [e.size for e in events if isinstance(e, Allocated) and e.kind == "input"]
+    assert inputs == [Size(0, 64 * 4), Size(0, 8)]
     assert plan.peak_bytes("ddp", 8) > plan.peak_bytes("full_shard", 8) > 0
     after = session.train(CELL, data="data", steps=2, micro_batch_size=8, show=False).losses
     train(session, strategy=strategy)
@@ -132,9 +142,14 @@ def test_without_options_the_sessions_own_are_planned(session: Session) -> None:
     assert not any("cpu_offload" in name for name in plan.strategies)
     settings = [each.setting for each in plan.strategies.values()]
     assert {(s.wrap, s.accumulate, s.backend) for s in settings} == {("none", 2, "gloo")}
-    other = session.plan(gpu_memory="T4", world_size=8, strategies=["hybrid_shard"], show=False)
+    options = {"gpu_memory": "T4", "world_size": 8, "strategies": ["hybrid_shard"], "seq_len": 9}
+    other = session.plan(**options, show=False)
+    assert any("--seq-len is for batches that have input_ids" in note for note in other.notes)
     assert (other.device.name, other.device.kind) == ("T4", "cuda")
     assert other["hybrid_shard:4"].setting.backend == "nccl"
+    session.model(MODEL, compile=True, show=False)  # nothing is compiled before it runs
+    compiled = session.plan(strategies=["ddp"], show=False)
+    assert any("planned without --compile" in note for note in compiled.notes)
 
 
 def test_a_cell_that_fails_without_values_says_where_and_the_session_goes_on(
@@ -174,7 +189,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(
 def test_an_interrupted_plan_is_gone_at_once(session: Session) -> None:
     slow = f"import time; time.sleep(30 * (micro_batch_size == 2)); {CELL}"
     train(session, cell=slow)
-    before = state_of(session)
+    before, children = state_of(session), children_of_engines(session)
     interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     started = time.monotonic()
@@ -183,6 +198,7 @@ def test_an_interrupted_plan_is_gone_at_once(session: Session) -> None:
     assert time.monotonic() - started < 5
     interrupt.join()
     assert state_of(session) == before
+    assert children_of_engines(session) == children
 
 
 @pytest.mark.nightly
@@ -193,3 +209,19 @@ def test_a_plan_that_dies_costs_the_session_nothing(session: Session, end: str) 
     with pytest.raises(UsageError, match="ended without an answer"):
         session.plan(show=False)
     assert state_of(session) == before
+
+
+@pytest.mark.parametrize(
+    ("made", "refused"),
+    [
+        ("fsdp.mean(loss) + fsdp.gather(batch[0]).sum() + fsdp.whole(model.head.bias).sum()", None),
+        ("torch.distributed.nn.functional.all_reduce(loss)", "a collective of its own"),
+    ],
+)
+def test_a_plan_waits_for_no_other_rank(session: Session, made: str, refused: str | None) -> None:
+    train(session, cell=f"{CELL}\nloss = loss + 0 * ({made})")
+    if refused is None:
+        assert session.plan(strategies=["ddp"], show=False).max_micro_batch_size["ddp"]
+        return
+    with pytest.raises(UsageError, match=refused):
+        session.plan(strategies=["ddp"], show=False)

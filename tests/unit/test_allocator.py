@@ -196,3 +196,33 @@ def test_blocks_never_overlap_and_free_memory_is_joined(
     assert allocator.allocated_bytes == 0
     allocator.release()
     assert allocator.reserved_bytes == 0
+
+
+def test_a_segment_is_mapped_anew_from_its_lowest_gap_on() -> None:
+    """Of two gaps that were given back the first is used again."""
+    allocator = CachingAllocator(PLENTY)
+    blocks = [taken(allocator, size * MIB) for size in (40, 20, 40, 20)]
+    addresses = [block.address for block in blocks]
+    for gap in (blocks[2], blocks[0]):
+        allocator.free(gap)
+    allocator.release()
+    assert allocator.reserved_bytes == 40 * MIB
+    assert taken(allocator, 20 * MIB).address == addresses[0]
+
+
+def test_a_ledger_reserves_for_each_stream() -> None:
+    """What was given back on one stream is not there for the other."""
+    ledger = Ledger()
+    for stream in (1, 0):
+        ledger.take(("t", stream), 20 * MIB, "activation", stream=stream)
+        ledger.give_back(("t", stream))
+    assert reserved_peak(ledger, 1, PLENTY) == 40 * MIB
+
+
+def test_the_peak_is_the_most_that_was_ever_reserved() -> None:
+    """A segment of 40 MiB has gone back when one of 2 MiB is taken."""
+    allocator = CachingAllocator(40 * MIB, expandable=False)
+    allocator.free(taken(allocator, 40 * MIB))
+    allocator.release()
+    taken(allocator, 1)
+    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes) == (2 * MIB, 40 * MIB)

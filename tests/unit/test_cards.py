@@ -52,7 +52,8 @@ def test_every_card_is_found_by_its_own_name_and_has_sources() -> None:
     [
         ("A100", "'A100' is sold in more than one size; say A100-40GB or A100-80GB"),
         ("A100-80BG", "did you mean A100-80GB? type a size such as 24GiB, or one of T4, V100"),
-        ("24", "'24' is neither a size nor a card that is known; type a size such as 24GiB"),
+        ("24", "--gpu-memory '24' has no unit; type --gpu-memory 24GiB"),
+        ("24 Tea", "'24 Tea' is neither a size nor a card that is known; type a size such as"),
         ("", "'' is neither a size nor a card"),
         ("1GiB", "--gpu-memory 1.0 GiB leaves nothing for tensors: CUDA and NCCL take 1.2 GiB"),
     ],

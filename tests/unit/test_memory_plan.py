@@ -13,8 +13,8 @@ from fsdp_magic.core.planning.advice import advice_for
 from fsdp_magic.core.planning.allocator import reserved_peak
 from fsdp_magic.core.planning.ledger import Ledger
 from fsdp_magic.core.planning.peak_curve import MOST_SAMPLES, PeakCurve
-from fsdp_magic.core.planning.peak_parts import grouped
-from fsdp_magic.core.planning.step_trace import Size
+from fsdp_magic.core.planning.peak_parts import OWN_FORWARD, grouped
+from fsdp_magic.core.planning.step_trace import Allocated, Freed, Reached, Size, TracedModule
 from fsdp_magic.core.planning.terms import PEAK, USABLE
 from fsdp_magic.core.planning.timeline import KINDS, timeline_of
 from fsdp_magic.core.units import GIB, MIB, bytes_text
@@ -187,6 +187,50 @@ def test_advice_on_the_loss_names_the_classes() -> None:
     assert loss.bytes == pytest.approx(2 * 16 * 8 * MIB, abs=4)
     assert "4,096 classes" in loss.change
     assert "16.0 MiB a sample" in loss.change
+
+
+def test_advice_on_the_loss_speaks_of_positions_only_where_samples_are_tokens() -> None:
+    modules = step_trace().modules
+    text = {**modules, "ids": TracedModule(class_name="Embedding")}
+    for traced, has_positions in ((modules, False), (text, True)):
+        plans = {"full_shard": strategy_plan("full_shard", modules=traced)}
+        plan = memory_plan(strategies=plans, micro_batch_size=16)
+        loss = next(a for a in advice_for(plan, "full_shard") if "loss" in a.part)
+        assert ("--seq-len" in loss.change) is has_positions
+        assert ("position" in loss.change) is has_positions
+
+
+def test_what_the_models_own_forward_keeps_is_not_of_the_loss() -> None:
+    trace = step_trace()
+    residual = Allocated(900, Size(0, MIB), "activation", "", "add")
+    after = Allocated(901, Size(0, 3 * MIB), "activation", "", "log_softmax")
+    events = list(trace.micro_step)
+    head = events.index(Reached("forward", "head"))
+    backward = events.index(Reached("backward"))
+    events[backward:backward] = [after]
+    events[head:head] = [residual]
+    events[-1:-1] = [Freed(900), Freed(901)]
+    plan = strategy_plan("full_shard", micro_step=tuple(events))
+    parts = {part.place: part.bytes for part in plan.parts(16) if part.kind == "activation"}
+    assert parts[OWN_FORWARD] == 16 * MIB
+    assert parts["head and loss"] == pytest.approx((8 + 3) * 16 * MIB, abs=4)
+
+
+def test_advice_names_strategies_as_the_table_does_and_any_size_as_any() -> None:
+    first, *_ = advice_for(memory_plan("ddp", device=device(capacity_bytes=1 << 50)), "ddp")
+    assert first.change.startswith("full_shard leaves a peak of ")
+    assert first.change.endswith("; any number of samples fits")
+    advice = advice_for(memory_plan("shard_grad_op", micro_batch_size=1), "shard_grad_op")
+    assert any(each.change.startswith("shard_grad_op+cpu_offload leaves ") for each in advice)
+
+
+def test_one_unit_of_all_blocks_gets_no_advice_to_checkpoint_it() -> None:
+    units = {**step_trace().units, "none": (("",),)}
+    plan = strategy_plan("full_shard", units=units)
+    whole = {"full_shard": plan.changed(wrap="none")}
+    for strategies, is_advised in (({"full_shard": plan}, True), (whole, False)):
+        advice = advice_for(memory_plan(strategies=strategies, micro_batch_size=16), "full_shard")
+        assert any("checkpointing" in each.change for each in advice) is is_advised
 
 
 def test_parts_that_take_little_get_no_advice() -> None:

@@ -59,6 +59,31 @@ def test_an_optimizer_takes_what_the_allocator_gives(name: str) -> None:
     )
 
 
+def _traced(optimizer: torch.optim.Optimizer, model: nn.Module, **options: bool) -> OptimizerTrace:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return trace_optimizers([optimizer], names, **options)
+
+
+def test_on_cuda_the_default_is_that_of_cuda_and_the_optimizer_is_left_as_it_was() -> None:
+    model = nn.Linear(30, 20)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    lists = torch.optim.AdamW(model.parameters(), foreach=True)
+    assert _traced(optimizer, model, is_cuda=True) == _traced(lists, model)
+    (group,) = optimizer.param_groups
+    assert (group["foreach"], group["capturable"]) == (None, True)
+    assert not optimizer.state
+
+
+def test_state_that_is_made_with_the_optimizer_counts() -> None:
+    model = nn.Linear(30, 20)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    before = {id(p): id(state) for p, state in optimizer.state.items()}
+    made = [e for e in _traced(optimizer, model).first if isinstance(e, OptimizerAllocated)]
+    kept = {e.parameter: e.per_element for e in made if e.kind == "optimizer" and e.per_element}
+    assert kept == {"weight": 4, "bias": 4}
+    assert {id(p): id(state) for p, state in optimizer.state.items()} == before
+
+
 def _optimizer_peaks(trace: OptimizerTrace, elements: dict[str, int]) -> list[float]:
     """Return the most that is held in a first and a later step, and what is left after each."""
     level, found, before = 0.0, [], {}

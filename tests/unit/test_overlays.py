@@ -263,13 +263,14 @@ def test_zero1_gathers_rows_after_the_optimizer() -> None:
 def test_buckets_are_those_of_the_engines() -> None:
     assert BUCKET_BYTES == of_engines.BUCKET_BYTES
     sizes = [10, 600_000, 2_000_000, 500_000, 900_000, 3, 1_048_576, 70]
-    parameters = [TracedParameter(name=str(n), shape=(size,)) for n, size in enumerate(sizes)]
+    parameters = [
+        TracedParameter(name=str(n), shape=(size,), element_bytes=(4, 2, 4)[n % 3])
+        for n, size in enumerate(sizes)
+    ]
 
     class Whole:
-        dtype = "float32"
-
         def __init__(self, p: TracedParameter) -> None:
-            self.name, self.nbytes = p.name, p.bytes
+            self.name, self.nbytes, self.dtype = p.name, p.bytes, p.element_bytes
 
     engines = of_engines.buckets_of([Whole(p) for p in parameters])  # type: ignore[misc]
     ours = buckets_of(parameters)

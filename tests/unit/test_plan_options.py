@@ -103,6 +103,15 @@ def test_a_strategy_adds_to_what_the_session_has() -> None:
     assert specs(PlanSpec(precision="fp16"), base)["ddp"].precision == "fp16"
 
 
+def test_copies_that_do_not_share_the_ranks_evenly_are_refused() -> None:
+    uneven = PlanSpec(strategies=("ddp", "hybrid_shard:3"))
+    with pytest.raises(UsageError, match=r"hybrid_shard:3: 3 does not divide 4 ranks; it takes 2$"):
+        specs(uneven)
+    assert uneven.variants(world_size=6, ranks_on_host=6)
+    with pytest.raises(UsageError, match="7 ranks; no size does; use full_shard"):
+        uneven.variants(world_size=7, ranks_on_host=7)
+
+
 def test_each_trace_is_made_once() -> None:
     assert traced_variants(specs(PlanSpec()).values()) == (("fp32", ""), ("fp32", "blocks"))
 
@@ -111,3 +120,10 @@ def test_strategies_that_are_one_for_a_model_are_planned_once() -> None:
     base = ModelSpec(activation_checkpointing="blocks")
     planned = without_repeats(specs(PlanSpec(), base), is_cpu=True)
     assert tuple(planned) == ("ddp", "zero1", "shard_grad_op", "full_shard")
+
+
+@pytest.mark.parametrize("given", [0, 24])
+def test_a_bare_number_is_no_memory_of_a_gpu(given: int) -> None:
+    spec = PlanSpec(gpu_memory=given)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"--gpu-memory '{given}'"):
+        device_for(spec, world_size=2)

@@ -52,6 +52,7 @@ def test_every_strategy_has_a_row_with_its_largest_micro_batch() -> None:
         (Interval(safe=6, ideal=6), "6"),
         (Interval(safe=0, ideal=1), "0 to 1"),
         (Interval(safe=0, ideal=0), "none"),
+        (Interval(safe=117_760, ideal=118_134), "117,760 to 118,134"),
         (Interval(safe=1 << 20, ideal=1 << 20), "any"),
     ],
 )
@@ -62,10 +63,35 @@ def test_the_largest_micro_batch_is_an_interval(largest: Interval, shown: str) -
     assert f" {shown} " in Page(panel.html(one)).text
 
 
+def test_what_a_sample_takes_is_never_shown_as_nothing() -> None:
+    one = view("ddp", "full_shard")
+    small, large = (
+        replace(row, sample_bytes=size, peak_bytes=2 * GIB)
+        for row, size in zip(one.rows, (192 * 1024, GIB), strict=True)
+    )
+    one = replace(one, rows=[small, large])
+    assert "+&nbsp;192&nbsp;KiB" in panel.html(one)
+    assert "+&nbsp;1.00<" in panel.html(one)
+    assert re.search(r"^ddp +\d+.* 2\.00 +192 KiB ", panel.text(one), re.MULTILINE)
+
+
 def test_the_parts_of_a_bar_take_the_room_of_their_bytes() -> None:
     one = view("ddp", usable_bytes=1024 * MIB)
     widths = [float(w) for w in re.findall(r'MiB" style="width:([0-9.]+)%', panel.html(one))]
     assert sum(widths) == pytest.approx(100 * one.rows[0].peak_bytes / (1024 * MIB), abs=0.1)
+
+
+def test_bars_are_of_the_largest_size_that_every_strategy_that_fits_takes() -> None:
+    names = ("ddp", "full_shard", "full_shard+cpu_offload")
+    plan = memory_plan(*names, world_size=4, device=device(capacity_bytes=95 * MIB))
+    none, least, most = plan.max_micro_batch_size.values()
+    assert (none, least, most) == (0, 2, 3)
+    shown = view_of(plan)
+    assert shown.bar_size == least
+    for row in shown.rows:
+        assert row.peak_bytes == plan.peak_bytes(row.name, least)
+        assert row.phase == plan[row.name].peak_phase(least)
+    assert view_of(memory_plan(device=device(capacity_bytes=1 << 50))).bar_size == 1
 
 
 def test_a_bar_that_does_not_fit_shows_where_memory_ends() -> None:

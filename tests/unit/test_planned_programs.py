@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import textwrap
 from pathlib import Path
@@ -15,12 +16,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.planning.requests import TraceVariant
+from fsdp_magic.engine.planning import files_read
 from fsdp_magic.engine.planning.batches import default_batch
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
+from fsdp_magic.engine.planning.fake_mode import PlanningMode, errors_told_once, known_values
 from fsdp_magic.engine.planning.files_read import FilesRead
 from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
-from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
+from fsdp_magic.engine.planning.program import (
+    Described,
+    NoValuesError,
+    namespace_of_cell,
+    program_in,
+)
+from fsdp_magic.engine.planning.traces import traces_of
 from fsdp_magic.engine.planning.weightless import make_fake, weightless
+from fsdp_magic.notebook import trace_cache
 
 HEAD = "import torch\nfrom torch import nn\nF = nn.functional\n"
 NET = "model = nn.Sequential(nn.Linear(4, 700_000), nn.Linear(700_000, 2))\n"
@@ -34,9 +45,11 @@ def _main_module_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
-def ran(cell: str, **options: Any) -> tuple[Described, FakeTensorMode]:
+def ran(
+    cell: str, mode: FakeTensorMode | None = None, **options: Any
+) -> tuple[Described, FakeTensorMode]:
     """Run a cell as the tracing process does, and return what it describes."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = mode or FakeTensorMode(allow_non_fake_inputs=True)
     code = textwrap.dedent(cell)
     with cards_are_the_host(), NoCard(), weights_stay_in_files(), weightless(fake):
         namespace = namespace_of_cell(code, "<%%fsdp_plan [1]>")
@@ -118,7 +131,7 @@ def test_without_an_optimizer_it_is_adamw_and_says_so() -> None:
     ("cell", "says"),
     [
         ("net = nn.Linear(2, 2)", "binds no `model`; add: model = net"),
-        ("x = 1", "add: model = AutoModelForCausalLM.from_config(config)"),
+        ("x = 1", "add: model = MyModel()"),
         ("model = 'gpt2'", "`model` is a str; the cell of a plan binds a torch.nn.Module"),
         (NET, "def example_batch(b)"),
         (NET + BATCH, "def loss_fn(model, batch)"),
@@ -218,6 +231,12 @@ def test_files_of_the_persons_are_heard_of(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delitem(sys.modules, "wave")
         assert {Path(file.path).name for file in heard} == {"my_layers.py", "config.json"}
         assert {file.size for file in heard} == {9, 2}
+        assert [file.digest for file in heard] == [trace_cache.digest_of(f.path) for f in heard]
+    monkeypatch.setattr(files_read, "_MOST_FILES", 1)
+    files = FilesRead()
+    for name in ("config.json", "my_layers.py"):
+        (tmp_path / name).read_bytes()
+    assert files.report() is None
 
 
 def test_a_checkpoint_is_not_read(tmp_path: Any) -> None:
@@ -239,3 +258,107 @@ def test_a_checkpoint_is_not_read(tmp_path: Any) -> None:
     assert program.model.num_labels == 5
     assert {p.dtype for p in program.model.parameters()} == {torch.bfloat16}
     loss_of(program, fake)
+
+
+def test_a_model_built_on_the_meta_device_is_planned() -> None:
+    on_meta = "with torch.device('meta'):\n    model = nn.Sequential(nn.Linear(4, 700_000))\n"
+    program, fake = ran(HEAD + on_meta + BATCH + LOSS)
+    loss_of(program, fake)
+    assert {p.device.type for p in program.model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        ("model(batch[0]).detach().numpy().sum()", "no values, so what a tensor holds"),
+        ("model(batch[0]).sum().backward()", "calls backward"),
+    ],
+)
+def test_a_loss_that_does_too_much_is_told_so(loss_fn: str, says: str) -> None:
+    program, fake = ran(HEAD + NET + BATCH + f"def loss_fn(model, batch): return {loss_fn}")
+    with pytest.raises((FsdpError, NoValuesError), match=says):
+        loss_of(program, fake)
+
+
+def test_a_batch_of_the_planners_that_a_model_does_not_take_is_told_with_the_error() -> None:
+    cell = "from transformers import T5Config, T5ForConditionalGeneration\n" + (
+        "model = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1))"
+    )
+    program, fake = ran(cell, sequence_length=3)
+    with pytest.raises(AttributeError) as caught:  # T5 wants to be told what decoding begins with
+        loss_of(program, fake)
+    assert "example_batch(b)" in caught.value.__notes__[0]
+
+
+def test_more_tokens_than_a_model_is_made_for_are_told() -> None:
+    gpt2 = transformers.AutoModelForCausalLM.from_config(GPT2)
+    assert "more than the 32 that GPT2LMHeadModel" in default_batch(gpt2, 33).note
+    assert "more than" not in default_batch(gpt2, 32).note
+
+
+def test_views_of_known_values_take_no_memory() -> None:
+    with PlanningMode(), known_values():
+        known = torch.zeros(4, 4)
+        for view in (known.view(16), known.expand(3, 4, 4), known[:2], *known.split(2)):
+            assert view.untyped_storage()._cdata == known.untyped_storage()._cdata
+            assert view.constant is not None
+
+
+def test_experts_multiply_in_any_dtype() -> None:
+    with PlanningMode():
+        ends = torch.zeros(2, dtype=torch.int32)
+        out = torch._grouped_mm(torch.zeros(6, 16), torch.zeros(2, 16, 8), offs=ends)
+        assert (out.shape, out.dtype) == ((6, 8), torch.float32)
+
+
+def test_views_of_copied_parameters_take_no_memory() -> None:
+    program, fake = ran(HEAD + NET + "import copy\nmodel = copy.deepcopy(model)\n" + BATCH + LOSS)
+    with fake:
+        for parameter in program.model.parameters():
+            storage = parameter.detach().untyped_storage()
+            assert storage._cdata == parameter.untyped_storage()._cdata
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_a_training_cell_is_told_where_its_forward_goes() -> None:
+    with pytest.raises(NameError) as caught:
+        ran(HEAD + NET + "loss = model(batch).sum()")
+    assert any("def loss_fn(model, batch)" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("cell", ["model = Net()", NET + BATCH + LOSS.replace("[1]", "[y]")])
+def test_a_name_of_another_cell_is_told_to_be_missing_here(cell: str) -> None:
+    def run() -> None:
+        program, _ = ran(HEAD + cell)
+        program.loss_of(program.make_batch(2))
+
+    with pytest.raises(NameError) as caught:
+        run()
+    assert any("without the names of other cells" in note for note in caught.value.__notes__)
+
+
+def test_a_batch_that_is_the_same_for_any_number_of_samples_is_refused() -> None:
+    def trace(batch: str) -> None:
+        program, fake = ran(HEAD + NET + batch + LOSS, mode=PlanningMode())
+        traces_of(program, [TraceVariant()], fake, wraps=["blocks"], kind="cpu")
+
+    trace(BATCH)
+    with pytest.raises(FsdpError, match=r"let the tensors of example_batch\(b\) have b samples"):
+        trace(BATCH.replace("zeros(b", "zeros(8"))
+
+
+def test_an_error_of_fake_tensors_is_raised_and_not_logged_too() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        with PlanningMode(), errors_told_once(), pytest.raises(RuntimeError):
+            torch.zeros(2, 11) @ torch.zeros(10, 10)
+        assert not records
+        assert not logger.disabled
+    finally:
+        logger.removeHandler(handler)

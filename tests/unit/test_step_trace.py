@@ -35,6 +35,20 @@ from tests.traced_model import (
 )
 
 
+class _OneBlock(SmallModel):
+    """The least that has everything."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+
+
+class _TwoBlocks(SmallModel):
+    """The least of which one block's activations are not all."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+
+
 def _traced(build: Callable[[], nn.Module], variant: TraceVariant, **options: Any) -> StepTrace:
     with PlanningMode():
         return trace_step(program_of(build(), **options), variant=variant, optimizer=NO_OPTIMIZER)
@@ -85,16 +99,16 @@ def _measured_peak(build: Callable[[], nn.Module], samples: int, variant: TraceV
     ("precision", ("fp32", "bf16")),
     ("checkpointing", ("", "blocks", "selective")),
     ("samples", (3, 7)),
-    default=(("fp32", "", 3), ("bf16", "blocks", 7), ("fp32", "selective", 7)),
+    default=(("bf16", "blocks", 7), ("fp32", "selective", 7)),
 )
 def test_a_trace_takes_what_the_allocator_gives(
     precision: str, checkpointing: str, samples: int
 ) -> None:
     """Peaks agree for batch sizes that were not traced."""
     variant = TraceVariant(precision, checkpointing)
-    predicted = max(_levels(_traced(SmallModel, variant), samples))
+    predicted = max(_levels(_traced(_TwoBlocks, variant), samples))
     # kernels on the CPU also take a few kilobytes that no operator returns
-    assert predicted == pytest.approx(_measured_peak(SmallModel, samples, variant), rel=0.015)
+    assert predicted == pytest.approx(_measured_peak(_TwoBlocks, samples, variant), rel=0.015)
 
 
 def test_gradients_of_one_tensor_add_up_in_place() -> None:
@@ -133,7 +147,7 @@ def test_a_batch_norm_makes_the_gradient_of_its_input_twice() -> None:
 
 def test_nothing_is_left_but_what_variables_hold() -> None:
     """After a micro-step the batch and the logits are there, and are freed in the next."""
-    trace = _traced(SmallModel, TraceVariant())
+    trace = _traced(_OneBlock, TraceVariant())
     freed = {e.id for e in trace.micro_step if isinstance(e, Freed) and not e.carried}
     left = [e for e in trace.micro_step if isinstance(e, Allocated) and e.id not in freed]
     assert {e.kind for e in left} == {"input", "activation"}
@@ -145,7 +159,7 @@ def test_nothing_is_left_but_what_variables_hold() -> None:
 def test_cuda_keeps_a_byte_an_element_for_dropout() -> None:
     """The CPU's mask has the dtype of its input."""
 
-    class _Dropping(SmallModel):
+    class _Dropping(_OneBlock):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = self.head(F.dropout(self.ids(ids), 0.1))
             return logits
@@ -161,7 +175,7 @@ def test_cuda_keeps_a_byte_an_element_for_dropout() -> None:
 def test_what_a_first_forward_keeps_stands_beside_the_step() -> None:
     """A table made once is counted once, and the passes after it are those that count."""
 
-    class _Caching(SmallModel):
+    class _Caching(_OneBlock):
         table: torch.Tensor | None = None
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -182,7 +196,7 @@ def test_what_a_first_forward_keeps_stands_beside_the_step() -> None:
 def test_a_cell_that_looks_at_the_batch_size_is_told_where() -> None:
     """The first operator that differs is named, with its module."""
 
-    class _Choosing(SmallModel):
+    class _Choosing(_OneBlock):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             logits = super().forward(ids)
             return logits.tanh() if len(ids) > 2 else logits.sigmoid()
@@ -194,7 +208,7 @@ def test_a_cell_that_looks_at_the_batch_size_is_told_where() -> None:
 def test_a_cell_that_reads_values_is_told_where() -> None:
     """A fake tensor has none."""
 
-    class _Reading(SmallModel):
+    class _Reading(_OneBlock):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             logits = super().forward(ids)
             return logits if logits.mean() > 0 else -logits
@@ -206,7 +220,7 @@ def test_a_cell_that_reads_values_is_told_where() -> None:
 def test_known_values_are_read() -> None:
     """A mask of ones masks nothing, and positions follow each other."""
 
-    class _Masked(SmallModel):
+    class _Masked(_OneBlock):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             mask = torch.ones(len(ids), IDS, dtype=torch.long)
             ahead = torch.arange(IDS).diff()
@@ -221,7 +235,7 @@ def test_known_values_are_read() -> None:
 def test_similarities_of_all_pairs_grow_with_the_square() -> None:
     """A matrix of samples against samples."""
 
-    class _Contrasting(SmallModel):
+    class _Contrasting(_OneBlock):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             pooled = super().forward(ids).mean(1)
             return (pooled @ pooled.T).unsqueeze(1).expand(-1, IDS, -1)
@@ -238,8 +252,8 @@ def test_similarities_of_all_pairs_grow_with_the_square() -> None:
 
 def test_flops_are_those_of_the_products() -> None:
     """Two for each multiplication, and backward does twice what forward does."""
-    width, blocks = 32, 3
-    trace = _traced(lambda: SmallModel(width, blocks), TraceVariant())
+    width, blocks = 32, 1
+    trace = _traced(_OneBlock, TraceVariant())
     products = IDS * (blocks * 12 * width * width + 500 * width)
     attention = blocks * 2 * IDS * IDS * width
     assert trace.flops.per_sample == 2 * (3 * products + 3.5 * attention)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -97,8 +99,28 @@ def test_another_directory_or_version_is_traced_anew(
     with monkeypatch.context() as patch:
         patch.setattr(trace_cache, "_source_digest", lambda: "another")
         assert trace_cache.found(REQUEST) is None
+    for module, name in ((importlib.metadata, "version"), (sys, "version")):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                module, name, (lambda _: "0.0") if callable(getattr(module, name)) else "0"
+            )
+            assert trace_cache.found(REQUEST) is None
     monkeypatch.chdir(kept_here)
     assert trace_cache.found(REQUEST) is None
+
+
+def test_a_changed_source_is_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = trace_cache._source_digest.__wrapped__
+    monkeypatch.setattr(trace_cache, "_PACKAGE", tmp_path)
+    found = set()
+    for folder in ("core", "engine"):
+        (tmp_path / folder / "deeper").mkdir(parents=True)
+        for text in ("a = 1", "a = 2"):
+            (tmp_path / folder / "deeper" / "module.py").write_text(text)
+            found.add(digest())
+    assert len(found) == 4
 
 
 def described(path: Path) -> FileRead:
@@ -110,11 +132,15 @@ def described(path: Path) -> FileRead:
 def test_a_file_that_was_read_must_be_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text("layers: 2")
-    trace_cache.keep(REQUEST, replace(REPORT, files=(described(file),)))
+    read = described(file)
+    trace_cache.keep(REQUEST, replace(REPORT, files=(read,)))
     assert trace_cache.found(REQUEST)
     os.utime(file, ns=(1, 1))  # touched, with the same content
     assert trace_cache.found(REQUEST)
     file.write_text("layers: 3")
+    assert trace_cache.found(REQUEST) is None
+    file.write_text("layers: 20")
+    os.utime(file, ns=(read.mtime_ns, read.mtime_ns))  # as old, but of another size
     assert trace_cache.found(REQUEST) is None
     file.unlink()
     assert trace_cache.found(REQUEST) is None
@@ -143,7 +169,9 @@ def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(REQUEST, code="model = net2")
     trace_cache.keep(other, REPORT)
     assert trace_cache.found(REQUEST) is None
+    os.utime(entry(), ns=(1, 1))
     assert trace_cache.found(other)
+    assert entry().stat().st_mtime > 1  # what was used last goes last
 
 
 def test_a_place_that_cannot_be_written_is_no_error(

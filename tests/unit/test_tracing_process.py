@@ -19,17 +19,22 @@ import fsdp_magic
 from fsdp_magic.errors import CellFailedError, FsdpError, OutOfMemoryOnRankError
 
 CELL = """
-import sys, torch
+import os, sys, torch
 from torch import nn
 from pathlib import Path
 layers = int(Path("layers.txt").read_text())
 print("building", layers)
+assert os.getsid(0) == os.getpid() and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)]).to("cuda")
+model.eval()
 def example_batch(b):
     return torch.zeros(b, 8)
 def loss_fn(model, batch):
+    assert model.training
     return model(batch).square().mean()
+print("built", end="")
 """
+"""Its process is in a session of its own, without cards; the model trains; no line is lost."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +50,10 @@ def test_a_cell_is_planned_and_a_second_time_found(
     Path("layers.txt").write_text("3")
     with caplog.at_level(logging.INFO, logger="fsdp_magic"):
         plan = fsdp_magic.plan(CELL, gpu_memory="A100-80GB", world_size=4, strategies=["ddp"])
-    assert capsys.readouterr().out.startswith("building 3\n")
+    assert capsys.readouterr().out.startswith("building 3\nbuilt")
     assert "Memory plan" in caplog.text
     assert len(plan["ddp"].trace.parameters) == 6
+    assert plan["ddp"].trace.optimizer.name == "AdamW (foreach)"  # the default on CUDA
     assert plan.device.name == "A100-80GB"
     started = time.monotonic()
     again = fsdp_magic.plan(CELL, world_size=1024, strategies=["ddp", "full_shard"], show=False)

@@ -14,7 +14,7 @@ from fsdp_magic.core.planning.device import Device
 from fsdp_magic.core.planning.memory_plan import MemoryPlan, StrategyPlan
 from fsdp_magic.core.planning.overlay import Setting
 from fsdp_magic.core.planning.peak_parts import OPTIMIZER, PeakPart, is_block, loss_place
-from fsdp_magic.core.planning.step_trace import OptimizerAllocated
+from fsdp_magic.core.planning.step_trace import OptimizerAllocated, StepTrace
 from fsdp_magic.core.specs.strategy import OFFLOADED
 from fsdp_magic.core.units import bytes_text
 
@@ -88,12 +88,13 @@ def _of_states(case: _Case) -> Iterator[Advice]:
     part = f"parameters, gradients and optimizer state are {case.share(size)}"
     if case.plan.setting.world_size > 1 and not _is_sharded(case.plan.setting):
         other = case.plan.changed(strategy="full_shard", shard_size=None)
-        yield Advice(bytes=size, part=part, change=f"--strategy full_shard {_leaves(case, other)}")
+        yield Advice(bytes=size, part=part, change=f"full_shard {_leaves(case, other)}")
         return
     offloads = case.plan.setting.strategy in OFFLOADED and case.device.kind == "cuda"
     if offloads and not case.plan.setting.cpu_offload:
         other = case.plan.changed(cpu_offload=True)
-        yield Advice(bytes=size, part=part, change=f"--cpu-offload {_leaves(case, other)}")
+        name = f"{case.plan.name}+cpu_offload"
+        yield Advice(bytes=size, part=part, change=f"{name} {_leaves(case, other)}")
         return
     world = 2 * case.plan.setting.world_size
     if case.plan.setting.strategy == "full_shard" and not case.plan.setting.cpu_offload:
@@ -107,9 +108,11 @@ def _is_sharded(setting: Setting) -> bool:
 
 def _leaves(case: _Case, other: StrategyPlan, verb: str = "leaves") -> str:
     """Return what another way to spread the same step comes to."""
-    peak, largest = other.peak_bytes(case.size), other.largest(case.device).safe
-    samples = f"{largest} sample{'s' if largest != 1 else ''}"
-    fits = f"up to {samples} fit" if largest else "not even one sample fits"
+    peak, largest = other.peak_bytes(case.size), other.largest(case.device)
+    samples = f"{largest.safe:,} sample{'s' if largest.safe != 1 else ''}"
+    fits = f"up to {samples} fit" if largest.safe else "not even one sample fits"
+    if largest.is_open:
+        fits = "any number of samples fits"
     return f"{verb} a peak of {bytes_text(peak)}; {fits}"
 
 
@@ -129,11 +132,13 @@ def _of_blocks(case: _Case, plan: MemoryPlan) -> Iterator[Advice]:
         yield Advice(bytes=size, part=part, change=f"{other.name} {_leaves(case, other)}")
         return
     blocks = _blocks(case)
+    if blocks < 2:
+        return
     yield Advice(
         bytes=size,
         part=part,
-        change=f"--activation-checkpointing keeps those of one of {blocks} blocks at a time, "
-        f"{bytes_text(size / blocks)}, and the input of each",
+        change=f"{case.plan.name}+activation_checkpointing keeps those of one of {blocks} "
+        f"blocks at a time, {bytes_text(size / blocks)}, and the input of each",
     )
 
 
@@ -153,8 +158,8 @@ def _checkpointed(one: StrategyPlan, plan: MemoryPlan) -> StrategyPlan | None:
 
 def _blocks(case: _Case) -> int:
     """Return how many units the model's blocks are."""
-    units = case.plan.trace.units.get("blocks", ())
-    return max(1, sum(is_block(_starred(heads[0])) for heads in units))
+    units = case.plan.trace.units.get(case.plan.setting.wrap, ())
+    return sum(is_block(_starred(heads[0])) for heads in units)
 
 
 def _starred(name: str) -> str:
@@ -167,12 +172,20 @@ def _of_the_loss(case: _Case) -> Iterator[Advice]:
     size = case.total([part for part in case.of("activation", "temporary") if part.place == place])
     classes = _classes(case, place)
     per_sample = size / case.size
+    positions, less = "", "smaller samples, or a loss over parts of them, take less"
+    if _takes_tokens(case.plan.trace):
+        positions = " for every position"
+        less = "half of --seq-len, or a loss over parts of the positions, takes half of it"
     yield Advice(
         bytes=size,
         part=f"{place} are {case.share(size)}",
-        change=f"scores of {classes} for every position, {bytes_text(per_sample)} a sample; "
-        "half of --seq-len, or a loss over parts of the positions, takes half of it",
+        change=f"scores of {classes}{positions}, {bytes_text(per_sample)} a sample; {less}",
     )
+
+
+def _takes_tokens(trace: StepTrace) -> bool:
+    """Return whether samples are sequences of tokens, which have a length."""
+    return any("Embedding" in module.class_name for module in trace.modules.values())
 
 
 def _classes(case: _Case, place: str) -> str:
@@ -212,7 +225,7 @@ def _of_units(case: _Case) -> Iterator[Advice]:
     setting = case.plan.setting
     if setting.strategy == "shard_grad_op":
         other = case.plan.changed(strategy="full_shard", shard_size=None)
-        change = f"--strategy full_shard frees them after use: it {_leaves(case, other)}"
+        change = f"full_shard frees them after use: it {_leaves(case, other)}"
         yield Advice(bytes=size, part=f"gathered parameters are {case.share(size)}", change=change)
         return
     elements = sum(p.elements for p in case.plan.trace.parameters.values())

@@ -265,6 +265,8 @@ def find_card(text: str, *, what: str) -> Card:
         raise UsageError(
             f"{what} {quoted(text)} is sold in more than one size; say {' or '.join(sizes)}"
         )
+    if re.fullmatch(r"[\d.]+", text.strip()):
+        raise UsageError(f"{what} {quoted(text)} has no unit; type {what} {text.strip()}GiB")
     near = nearest(wanted, [_plain(card.name) for card in CARDS])
     meant = next((card.name for card in CARDS if _plain(card.name) == near), "")
     ask = f"did you mean {meant}? " if meant else ""

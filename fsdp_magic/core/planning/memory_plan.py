@@ -121,7 +121,7 @@ class MemoryPlan:
         world_size: ranks.
         strategies: by name, in the order asked for.
         micro_batch_size: what was asked to be shown; None: each strategy's largest.
-        model: what is planned, in words: ``GPT2LMHeadModel, 1.56G parameters``.
+        model: what is planned, in words: ``GPT2LMHeadModel, 1.6B parameters``.
         notes: sentences a person should read.
     """
 

@@ -2,14 +2,15 @@
 
 Places that a model repeats are one: ``transformer.h.0.attn`` and ``transformer.h.1.attn`` are
 ``transformer.h.*.attn``. What lies deeper than one name below a repeated module counts to that
-name. The last module to run that computes by itself, and what the model computes outside its
-modules, are ``lm_head and loss``: the scores of every class, and the loss over them.
+name. The last module to run that computes by itself, and what is computed outside of modules after
+it, are ``lm_head and loss``: the scores of every class, and the loss over them. What the model's
+own forward computes before it (``x + layer(x)``) is a place of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from fsdp_magic.core.planning.ledger import Entry
@@ -20,6 +21,8 @@ _PLACED: frozenset[Kind] = frozenset({"activation", "temporary"})
 """Kinds of which it says something where they were taken; the rest is of the model as a whole."""
 OPTIMIZER = "optimizer"
 """The place of what the optimizer needs for a moment."""
+OWN_FORWARD = "the model's own forward"
+"""The place of what a model computes between its modules."""
 
 
 class PeakPart(NamedTuple):
@@ -43,29 +46,37 @@ def parts_of(
     held: Iterable[Entry], micro_batch_size: int, trace: StepTrace
 ) -> tuple[PeakPart, ...]:
     """Return what is held by kind and place, the largest first."""
-    named = _namer(trace)
+    named, own = _namer(trace), _own_forward(trace)
     sizes: dict[tuple[Kind, str], float] = {}
     for entry in held:
-        key = (entry.kind, _place(entry, named))
+        key = (entry.kind, _place(entry, named, own))
         sizes[key] = sizes.get(key, 0.0) + entry.size.at(micro_batch_size)
     ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return tuple(PeakPart(kind, place, round(size)) for (kind, place), size in ordered if size >= 1)
 
 
-def _place(entry: Entry, named: Callable[[str], str]) -> str:
-    """Return the name of the group of places that an entry is in."""
+def _place(entry: Entry, named: Callable[[str], str], own: Collection[Hashable]) -> str:
+    """Return the name of the group of places that an entry is in.
+
+    Args:
+        entry: of the ledger.
+        named: gives a place the name of its group.
+        own: numbers of what the model's own forward took before its last module.
+    """
     if entry.kind == "communication":
         return entry.place
     if entry.kind not in _PLACED:
         return ""
-    of_optimizer = isinstance(entry.key, tuple) and entry.key[0] == OPTIMIZER
-    return OPTIMIZER if of_optimizer else named(entry.place)
+    if entry.key[0] == OPTIMIZER:
+        return OPTIMIZER
+    is_own = not entry.place and entry.key[0] == "traced" and entry.key[-1] in own
+    return OWN_FORWARD if is_own else named(entry.place)
 
 
 def loss_place(trace: StepTrace) -> str:
     """Return the name of what a model computes last: ``lm_head and loss``."""
     head = _head(trace)
-    return f"{head} and loss" if head else "the model's own forward and loss"
+    return f"{head} and loss" if head else f"{OWN_FORWARD} and loss"
 
 
 def is_block(place: str) -> bool:
@@ -100,6 +111,22 @@ def _head(trace: StepTrace) -> str:
     """
     places = [place for place in _forward_places(trace) if place and not is_block(grouped(place))]
     return places[-1] if places else ""
+
+
+def _own_forward(trace: StepTrace) -> frozenset[int]:
+    """Return the numbers of what is taken outside of modules before the last of them runs."""
+    head = _head(trace)
+    outside: list[int] = []
+    before_head: list[int] = []
+    for event in trace.micro_step:
+        if isinstance(event, Reached):
+            if event.mark == "backward":
+                break
+            if head and event.mark == "forward" and event.name == head:
+                before_head = outside.copy()
+        elif isinstance(event, Allocated) and not event.place:
+            outside.append(event.id)
+    return frozenset(before_head)
 
 
 def _forward_places(trace: StepTrace) -> Iterator[str]:

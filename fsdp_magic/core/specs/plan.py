@@ -42,8 +42,8 @@ class PlanSpec:
         takes="SIZE|CARD",
         offers=tuple(card.name for card in CARDS if " " not in card.name),
         habits=("--gpu", "--card", "--memory", "--vram", "--device-memory"),
-        help="memory of each GPU, as a size or by the card's name: 24GiB, A100-80GB; default "
-        f"{GPU_MEMORY}, or the session's own devices",
+        help="memory of each GPU, as a size or by the card's name: 24GiB, A100-80GB; a name has "
+        f"strategies ranked by speed too; default {GPU_MEMORY}, or the session's own devices",
     )
     world_size: int | None = option(
         "--world-size",
@@ -78,8 +78,8 @@ class PlanSpec:
         default=None,
         takes="B",
         habits=("--per-device-train-batch-size", "--batch-size"),
-        help="samples per rank per forward that the picture shows; default the largest that is "
-        "safe",
+        help="samples per rank per forward that bars and picture show; default the largest that "
+        "is safe",
     )
     precision: Precision | None = option(
         "--precision",
@@ -136,6 +136,8 @@ class PlanSpec:
 
     def __post_init__(self) -> None:
         self._set("strategies", _listed(self.strategies))
+        if self.gpu_memory is not None:
+            self._set("gpu_memory", str(self.gpu_memory))
         for flag, value, most in (
             ("--world-size", self.world_size, _MOST_RANKS),
             ("--seq-len", self.seq_len, None),
@@ -189,10 +191,16 @@ class PlanSpec:
             world_size: ranks.
             ranks_on_host: ranks of each host.
             also: what is planned beside the default strategies, if those are planned.
+
+        Raises:
+            UsageError: if copies of the model do not share the ranks evenly.
         """
         asked = self.strategies or tuple(dict.fromkeys((*also, *PLANNED)))
         size = ranks_of_a_copy(world_size, ranks_on_host)
-        return tuple(Variant.parsed(text).sized(size) for text in asked)
+        variants = tuple(Variant.parsed(text).sized(size) for text in asked)
+        for variant in variants:
+            _refuse_uneven_copies(variant, world_size)
+        return variants
 
 
 def _listed(given: Any) -> tuple[str, ...]:
@@ -216,6 +224,17 @@ def _refuse_offload_of_whole(name: str) -> None:
         raise UsageError(
             f"--strategies {name}: cpu_offload keeps shards of parameters in host memory, and "
             f"{variant.strategy} makes none; use it with full_shard, shard_grad_op or hybrid_shard"
+        )
+
+
+def _refuse_uneven_copies(variant: Variant, world_size: int) -> None:
+    """Refuse copies that are not of equally many ranks, as engines do."""
+    size = dict(variant.changes).get("shard_size", 1)
+    if world_size % size:
+        divisors = ", ".join(str(n) for n in range(2, world_size) if world_size % n == 0)
+        takes = f"it takes {divisors}" if divisors else "no size does; use full_shard"
+        raise UsageError(
+            f"--strategies {variant.name}: {size} does not divide {world_size:,} ranks; {takes}"
         )
 
 

@@ -6,6 +6,7 @@ They follow the model's own forward: what it takes, and labels as the loss of it
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ def _of_text(model: Any, takes: Any, sequence_length: int | None) -> DefaultBatc
     said = (
         "" if sequence_length else f", the most that {_name(model)} takes; --seq-len says another"
     )
+    if sequence_length and sequence_length > (longest := _longest_known(model.config)):
+        said = f", more than the {longest:,} that {_name(model)} is made for"
     labels = _labels(model, takes, 1, 1)
     what = ", ".join((*names, *labels))
     return DefaultBatch(make=make, note=f"each sample has {length:,} tokens{said} ({what})")
@@ -130,12 +133,17 @@ def _labels(model: Any, takes: Any, b: int, length: int) -> dict[str, torch.Tens
 _SPAN = ("start_positions", "end_positions")
 
 
-def _longest(config: Any) -> int:
+def _longest_known(config: Any) -> float:
+    """Return the most tokens that a config says; infinity: it does not."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for name in _LENGTHS:
-        length = getattr(text, name, None)
-        if isinstance(length, int) and 0 < length < 2**31:
-            return length
+    lengths = (getattr(text, name, None) for name in _LENGTHS)
+    return next((n for n in lengths if isinstance(n, int) and 0 < n < 2**31), math.inf)
+
+
+def _longest(config: Any) -> int:
+    longest = _longest_known(config)
+    if longest < math.inf:
+        return int(longest)
     raise FsdpError(
         f"{type(config).__name__} does not say how many tokens a sample has; add --seq-len L"
     )

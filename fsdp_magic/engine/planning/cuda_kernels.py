@@ -103,15 +103,39 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def _rms_norm(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Keep one number a row. Source: ``rms_norm`` in aten/src/ATen/native/layer_norm.cpp."""
+    """Keep the input and one number a row.
+
+    Source: ``rms_norm`` in aten/src/ATen/native/layer_norm.cpp.
+    """
     names = ("input", "normalized_shape", "weight", "eps")
     given = dict(zip(names, args, strict=False)) | kwargs
     weight = given.get("weight")
     if weight is not None and weight.dtype != given["input"].dtype:
         return func(*args, **kwargs)
-    return _ATEN._fused_rms_norm(
-        given["input"], list(given["normalized_shape"]), weight, given.get("eps")
-    )[0]
+    return _FusedRmsNorm.apply(given["input"], weight, len(given["normalized_shape"]))  # type: ignore[no-untyped-call]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Takes and keeps what CUDA's kernel does, and computes nothing.
+
+    torch takes the operator apart where there is no card, and autograd then keeps more.
+    Source: ``_fused_rms_norm`` in native_functions.yaml and tools/autograd/derivatives.yaml.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor | None, dims: int) -> Any:
+        """Return what the norm returns, and keep the reciprocal of each row's root."""
+        rows = (*given.shape[: given.ndim - dims], *(1,) * dims)
+        kept = torch.promote_types(given.dtype, torch.float32)
+        ctx.save_for_backward(given, weight, given.new_empty(rows, dtype=kept))
+        return torch.empty_like(given)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        """Return gradients of the input and of the weight, as far as they are wanted."""
+        given, weight, _ = ctx.saved_tensors
+        wanted = zip((given, weight), ctx.needs_input_grad, strict=False)
+        return *(torch.empty_like(each) if wants else None for each, wants in wanted), None
 
 
 _CHOICES: Mapping[Any, Callable[..., Any]] = {

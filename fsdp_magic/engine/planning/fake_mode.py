@@ -8,6 +8,7 @@ alone. Whatever else is asked for its value raises.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
 
 from fsdp_magic.engine.batches import mapped
 
@@ -61,12 +63,45 @@ class PlanningMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on shapes, and on values if it makes a small tensor of known ones."""
+        if func.is_view and args and _has_value(args[0]):
+            return self._view(func, types, args, kwargs or {})
+        if func is _ATEN._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return self._grouped_mm(types, args, kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _MAKERS and self._is_kept(out):
             self._keep(out, func, args, {**(kwargs or {}), "device": "cpu", "pin_memory": False})
         elif func in _ALIKE and self._is_kept(out):
             self._keep(out, _ALIKE[func], (out, args), {})
         return out
+
+    def _view(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return views of a known tensor: they take no memory, which torch's own of values do."""
+        base, value = args[0], args[0].constant
+        base.constant = None
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            base.constant = value
+        with no_dispatch():
+            known = func(value, *args[1:], **kwargs)
+        for view, its in zip(tree_leaves(out), tree_leaves(known), strict=True):
+            if type(view) is FakeTensor:
+                view.constant = its
+                self.fake_tensor_converter.add_constant_storage_mapping(view)
+        return out
+
+    def _grouped_mm(self, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return what experts multiply to in a dtype that torch has kernels for, but no shapes.
+
+        Source: ``_meta_grouped_mm_common`` in torch/_meta_registrations.py of torch 2.13.
+        """
+        dtype = args[0].dtype
+        with self:
+            as_known = (*(torch.empty_like(each, dtype=torch.bfloat16) for each in args[:2]),)
+        grouped_mm = _ATEN._grouped_mm.default
+        out: Any = super().__torch_dispatch__(grouped_mm, types, (*as_known, *args[2:]), kwargs)
+        with self:
+            return torch.empty_strided(out.shape, out.stride(), dtype=dtype)
 
     def _is_kept(self, out: Any) -> TypeGuard[FakeTensor]:
         """Return whether values are kept: of integers, and of matrices, such as masks."""
@@ -113,6 +148,25 @@ def known_values() -> Iterator[None]:
         fake_tensor.CONSTANT_NUMEL_LIMIT = limit
         if is_fake is not None:
             library.is_fake_tensor = is_fake
+
+
+def _has_value(value: Any) -> bool:
+    return type(value) is FakeTensor and value.constant is not None
+
+
+@contextmanager
+def errors_told_once() -> Iterator[None]:
+    """Have torch log no errors of fake tensors inside: they are raised, and told by that.
+
+    Source: ``log.error`` in ``_dispatch_impl`` of torch/_subclasses/fake_tensor.py.
+    """
+    logger = logging.getLogger(fake_tensor.__name__)
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def _is_without_value(value: Any) -> bool:

@@ -18,10 +18,21 @@ from torch.optim import Optimizer
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.wording import nearest
 from fsdp_magic.engine import cell_sources, cells
+from fsdp_magic.engine.guards import Guards, Refusing
 from fsdp_magic.engine.micro_step import checked_loss
 from fsdp_magic.engine.optimizers import parameters_of
-from fsdp_magic.engine.planning.batches import WRITE_LOSS, default_batch, transformer_of
+from fsdp_magic.engine.planning.batches import (
+    WRITE_LOSS,
+    DefaultBatch,
+    default_batch,
+    transformer_of,
+)
 from fsdp_magic.engine.tracebacks import persons_traceback
+
+_NO_NUMPY = ".numpy() is not supported for tensor subclasses"
+"""What torch says of a fake tensor. Source: ``THPVariable_numpy`` of torch 2.13."""
+_OF_TRAINING = ("batch", "step", "micro_step", "epoch", "micro_batch_size", "total_steps")
+"""Names that training cells have and the cell of a plan has not."""
 
 
 class NoValuesError(Exception):
@@ -81,7 +92,7 @@ def namespace_of_cell(code: str, name: str) -> dict[str, Any]:
     namespace = vars(module)
     namespace.update(device=torch.device("cpu"), rank=0, world_size=1, dp_rank=0, dp_size=1)
     cell = cells.compile_cell(code, name, shell=_PlainShell())
-    with values_explained():
+    with values_explained(), _missing_explained():
         cell.run(namespace)
     return namespace
 
@@ -105,17 +116,26 @@ def program_in(namespace: dict[str, Any], *, sequence_length: int | None) -> Des
             raise FsdpError("no parameter of `model` requires grad, so there is nothing to train")
         optimizers = [torch.optim.AdamW(trained)]
         notes.append("the cell binds no optimizer: torch.optim.AdamW(model.parameters())")
+    default: DefaultBatch | None = None
     make_batch = _function(namespace, "example_batch", "example_batch(b)")
     if make_batch is None:
-        batch = default_batch(model, sequence_length)
-        make_batch = batch.make
-        notes.append(batch.note)
+        default = default_batch(model, sequence_length)
+        make_batch = default.make
+        notes.append(default.note)
     elif sequence_length is not None:
         notes.append("--seq-len is for batches of the planner's; example_batch makes the cell's")
     loss_fn = _function(namespace, "loss_fn", "loss_fn(model, batch)") or _default_loss(model)
+    guessed = "" if default is None else default.note
+    guards = Guards(Refusing())
 
     def loss_of(batch: Any) -> torch.Tensor:
-        with values_explained():
+        with (
+            guards.in_place(),
+            guards.watching(),
+            values_explained(),
+            _missing_explained(),
+            _guess_told(guessed),
+        ):
             loss = loss_fn(model, batch)
         if loss is None:
             raise FsdpError("loss_fn returns nothing; end it with: return loss")
@@ -131,14 +151,42 @@ def values_explained() -> Iterator[None]:
     """Say why a value cannot be read, where code wants one."""
     try:
         yield
-    except DataDependentOutputException as error:
-        if not persons_traceback(error):
+    except (DataDependentOutputException, RuntimeError) as error:
+        wants_value = isinstance(error, DataDependentOutputException) or _NO_NUMPY in str(error)
+        if not wants_value or not persons_traceback(error):
             raise
         raise NoValuesError(
             "a plan computes shapes and no values, so what a tensor holds cannot be read; let "
             "metrics be tensors, and take .item(), .tolist(), .numpy(), `if tensor:` out of what "
             "runs for each batch"
         ).with_traceback(error.__traceback__) from None
+
+
+@contextmanager
+def _guess_told(guessed: str) -> Iterator[None]:
+    """Say that a batch was the planner's own, where a model fails on it; empty: it was not."""
+    try:
+        yield
+    except Exception as error:
+        if guessed and not isinstance(error, FsdpError):
+            error.add_note(f"{guessed}: the planner's own batch; example_batch(b) makes another")
+        raise
+
+
+@contextmanager
+def _missing_explained() -> Iterator[None]:
+    """Say what the cell of a plan has, where it takes names of other cells."""
+    try:
+        yield
+    except NameError as error:
+        error.add_note(
+            "The cell of a plan only builds the model; what a training cell does with a batch "
+            "is a function of it: def loss_fn(model, batch): return ..."
+            if error.name in _OF_TRAINING
+            else "The cell of a plan runs in a process of its own, without the names of other "
+            "cells; import and define what it uses in it"
+        )
+        raise
 
 
 def _model(namespace: dict[str, Any]) -> nn.Module:
@@ -151,10 +199,7 @@ def _model(namespace: dict[str, Any]) -> nn.Module:
         )
     modules = [name for name, value in namespace.items() if isinstance(value, nn.Module)]
     near = nearest("model", modules) or next(iter(modules), None)
-    raise FsdpError(
-        "the cell binds no `model`; add: model = "
-        + (near or "AutoModelForCausalLM.from_config(config)")
-    )
+    raise FsdpError("the cell binds no `model`; add: model = " + (near or "MyModel()"))
 
 
 def _optimizers(namespace: dict[str, Any], model: nn.Module) -> list[Optimizer]:

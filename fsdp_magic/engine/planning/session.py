@@ -35,6 +35,7 @@ from fsdp_magic.engine.micro_step import BINDABLE
 from fsdp_magic.engine.optimizers import parameters_of, repoint
 from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.parallel.unspread import changes_of
+from fsdp_magic.engine.planning.alone import REFUSAL, FsdpAlone
 from fsdp_magic.engine.planning.fake_mode import PlanningMode
 from fsdp_magic.engine.planning.forked import in_fork
 from fsdp_magic.engine.planning.program import Described, values_explained
@@ -64,7 +65,7 @@ def plan(engine: State, request: PlanRequest) -> Reply:
 
     None: it was interrupted. Only one rank is asked, and no other notices.
     """
-    with engine.cell({}):
+    with engine.cell({}), engine.world.groups.only((engine.world.rank,), refusal=REFUSAL):
         try:
             with INTERRUPTS.allowed():
                 report = _in_copy(engine, lambda: _traced(engine, request))
@@ -102,7 +103,8 @@ def _traced(engine: State, request: PlanRequest) -> TraceReport:
     root, optimizers = _unspread(engine.models[name], namespace)
     fake = PlanningMode()
     make_fake(root, optimizers, fake)
-    names = {**engine.names_of_cells(), "step": 0, "micro_step": 0, "epoch": 0}
+    fsdp = FsdpAlone(engine.world.rank, engine.world.world_size)
+    names = {**engine.names_of_cells(), "fsdp": fsdp, "step": 0, "micro_step": 0, "epoch": 0}
     namespace.update(names, total_steps=training.spec.steps, device=torch.device("cpu"))
 
     def make_batch(b: int) -> Any:
@@ -226,7 +228,9 @@ def _note(batch: Any, tokens: int | None) -> str:
     """Return what a sample is, where that decides the memory: a batch's own length."""
     ids = _ids_of(batch)
     if ids is None:
-        return "samples are like those of the first batch of the data"
+        note = "samples are like those of the first batch of the data"
+        unused = "; --seq-len is for batches that have input_ids, and this one has none"
+        return note if tokens is None else note + unused
     if tokens is not None:
         return f"each sample has {tokens:,} tokens"
     return f"each sample has {ids.shape[1]:,} tokens, as in the first batch of the data"

@@ -15,17 +15,17 @@ from functools import partial
 
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.planning.requests import DeviceKind, TraceReport, TraceRequest, TraceVariant
-from fsdp_magic.core.planning.step_trace import StepTrace
+from fsdp_magic.core.planning.step_trace import Allocated, StepTrace
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
-from fsdp_magic.engine.planning.fake_mode import PlanningMode
+from fsdp_magic.engine.planning.fake_mode import PlanningMode, errors_told_once
 from fsdp_magic.engine.planning.files_read import FilesRead
 from fsdp_magic.engine.planning.forked import Fork
 from fsdp_magic.engine.planning.no_card import NoCard, cards_are_the_host
 from fsdp_magic.engine.planning.optimizer_trace import trace_optimizers
 from fsdp_magic.engine.planning.passes import Program
 from fsdp_magic.engine.planning.program import Described, namespace_of_cell, program_in
-from fsdp_magic.engine.planning.tracing import trace_step
+from fsdp_magic.engine.planning.tracing import BATCH_SIZES, trace_step
 from fsdp_magic.engine.planning.weightless import make_fake, weightless
 
 _READS = "where the cell reads a number of a tensor (.item()), it is given 1.0"
@@ -36,7 +36,13 @@ def traced(request: TraceRequest) -> TraceReport:
     started, threads = time.monotonic(), threading.active_count()
     files = FilesRead()
     fake = PlanningMode()
-    with cards_are_the_host(), NoCard(), weights_stay_in_files(), weightless(fake):
+    with (
+        errors_told_once(),
+        cards_are_the_host(),
+        NoCard(),
+        weights_stay_in_files(),
+        weightless(fake),
+    ):
         namespace = namespace_of_cell(request.code, request.name)
     described = program_in(namespace, sequence_length=request.sequence_length)
     make_fake(described.model, described.optimizers, fake)
@@ -89,12 +95,23 @@ def traces_of(
     def trace(variant: TraceVariant) -> StepTrace:
         return trace_step(program, variant=variant, wraps=wraps, optimizer=optimizer, trained=held)
 
-    with cards_are_the_host(), NoCard() as stand_in, fake:
+    with errors_told_once(), cards_are_the_host(), NoCard() as stand_in, fake:
         can_fork = sys.platform == "linux" and threading.active_count() <= threads
         traces = _each(variants, trace, beside=variants[1:] if can_fork else ())
+    if not any(map(_grows, traces.values())):
+        raise FsdpError(
+            f"what the cell computes takes the same memory for {BATCH_SIZES[0]} samples as for "
+            f"{BATCH_SIZES[1]}; let the tensors of example_batch(b) have b samples in dim 0"
+        )
     if stand_in.has_given_values:
         described.notes.append(_READS)
     return traces
+
+
+def _grows(trace: StepTrace) -> bool:
+    """Return whether anything of a step grows with its samples."""
+    sizes = (event.size for event in trace.micro_step if isinstance(event, Allocated))
+    return any(size.per_sample or size.per_pair for size in sizes)
 
 
 def _each(

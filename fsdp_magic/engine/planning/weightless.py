@@ -66,12 +66,21 @@ def weightless(fake: FakeTensorMode) -> Iterator[None]:
     def as_it_is(model: Any = None, **_: Any) -> Any:
         return (lambda function: function) if model is None else model
 
+    def copied(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy deeply, as ``nn.Transformer`` does; views of torch's own copy would take memory."""
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _like(tensor, fake)
+        made: torch.Tensor = memo[id(tensor)]
+        return made
+
+    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign,assignment]
     torch.load, torch.compile = loaded, as_it_is
     nn.Module.compile = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         with Weightless(fake):
             yield
     finally:
+        del FakeTensor.__deepcopy__  # torch.Tensor's own is back
         torch.load, torch.compile = load, compiled
         nn.Module.compile = compile_module  # type: ignore[method-assign]
 
@@ -88,12 +97,17 @@ def make_fake(model: nn.Module, optimizers: Iterable[Optimizer], fake: FakeTenso
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                if tensor is not None and not isinstance(tensor, FakeTensor):
+                if tensor is not None and not _is_on_host(tensor):
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = _like(tensor, fake)
                     held[name] = replaced[id(tensor)]
     for optimizer in optimizers:
         repoint(optimizer, replaced)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is fake, and not one of the meta device, where a cell may build."""
+    return isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 def _like(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
@@ -102,5 +116,6 @@ def _like(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    vars(made).update(vars(tensor))
+    own = vars(made)
+    own.update((name, value) for name, value in vars(tensor).items() if name not in own)
     return made
