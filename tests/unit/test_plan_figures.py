@@ -163,7 +163,7 @@ def test_a_curve_turns_where_another_level_is_higher() -> None:
 
 def test_advice_has_the_figures_of_what_it_advises() -> None:
     offloaded = strategy_plan("full_shard+cpu_offload").peak_bytes(2)
-    assert f"--cpu-offload leaves a peak of {bytes_text(offloaded)}" in (
+    assert f"full_shard+cpu_offload leaves a peak of {bytes_text(offloaded)}" in (
         advice("full_shard", "optimizer state").change
     )
     four = strategy_plan("full_shard", world_size=4).peak_bytes(2)
