@@ -39,6 +39,7 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD (foreach)": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
     "RMSprop (per parameter)": lambda p: torch.optim.RMSprop(p, centered=True),
     "NAdam (per parameter)": lambda p: torch.optim.NAdam(p),
+    "Adafactor (per parameter)": lambda p: torch.optim.Adafactor(p),
     "_Own": _Own,
 }
 

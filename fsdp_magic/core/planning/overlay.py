@@ -142,13 +142,13 @@ def _take_batches(overlay: Overlay) -> None:
     end.
     """
     ledger, step, times = overlay.ledger, overlay.step, overlay.setting.accumulate
+    before = ledger.held(BATCHES)
     for event in overlay.trace.micro_step:
         if isinstance(event, Allocated) and event.kind == "input":
             size = Size(*(times * part for part in event.size))
             ledger.take((BATCHES, step, event.id), size, "input", place=event.place)
-    for key in ledger.held(BATCHES):
-        if key[1] < step:
-            ledger.give_back(key)
+    for key in before:
+        ledger.give_back(key)
 
 
 def _keep_buffers(overlay: Overlay) -> None:

@@ -1,15 +1,16 @@
 """ENGINE: what a person's own optimizers take in a step, for parameters of any size.
 
 They are stepped on small stand-ins of their parameters, real ones, of two sizes: what grows with
-a parameter is so many bytes an element of it, the rest is fixed. Whose memory something is shows
-in what it was computed from. State is made first, as the engine does, and everything is put back.
+a parameter is so many bytes an element of it, the rest is fixed. What has only some of its dims,
+as the rows and columns of an Adafactor, is told by those. Whose memory something is shows in what
+it was computed from. State is made first, as the engine does, and everything is put back.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -27,10 +28,13 @@ from fsdp_magic.core.planning.step_trace import (
 )
 from fsdp_magic.engine import optimizer_state
 from fsdp_magic.engine.batches import tensors
+from fsdp_magic.engine.planning.optimizer_sizes import Shapes, size_of
 from fsdp_magic.engine.planning.tracker import Log, Logged, Taken, Tracker
 
 _SIDES = (3, 5)
-"""Length of the dims of the stand-ins in the two runs; dim 0 is longer, by another for each."""
+"""Length of dim 1 of the stand-ins in the two runs; those that follow are each longer by one."""
+_LONGER = 8
+"""By how much dim 0 is longer, of the first; that of each further stand-in by one more."""
 
 
 class _Run(NamedTuple):
@@ -39,13 +43,13 @@ class _Run(NamedTuple):
     Attributes:
         first: in the first step, with the making of state.
         later: in the second.
-        elements: of the stand-in by parameter.
+        shapes: of the stand-in by parameter.
         kept: numbers of what is there after the first step, and after the second.
     """
 
     first: list[Logged]
     later: list[Logged]
-    elements: dict[str, int]
+    shapes: dict[str, tuple[int, ...]]
     kept: tuple[set[int], set[int]]
 
 
@@ -68,10 +72,16 @@ def trace_optimizers(
             f"what {_names_of(optimizers)} allocates depends on the sizes of parameters, which a "
             "plan cannot follow; plan with torch.optim.AdamW in its place"
         )
+    whole = {
+        names.get(id(p), ""): tuple(p.shape)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     return OptimizerTrace(
         name=" and ".join(dict.fromkeys(_described(o, is_cuda=is_cuda) for o in optimizers)),
-        first=_events(small.first, large.first, small, large, 0),
-        later=_events(small.later, large.later, small, large, 1),
+        first=_events(small.first, large.first, (small, large), whole, large.kept[0]),
+        later=_events(small.later, large.later, (small, large), whole, large.kept[1]),
     )
 
 
@@ -79,7 +89,7 @@ def _run(
     optimizers: Sequence[Optimizer], names: Mapping[int, str], side: int, *, is_cuda: bool
 ) -> _Run:
     """Step optimizers twice on stand-ins with dims of one length."""
-    elements: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     log = Log(kind="temporary")
     with _disable_current_modes(), torch.enable_grad(), ExitStack() as stack:
         owned: dict[str, list[torch.Tensor]] = {}
@@ -87,7 +97,7 @@ def _run(
         held = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
         for optimizer in optimizers:
             for name, stand_in in stack.enter_context(_standing_in(optimizer, names, side)):
-                elements[name] = stand_in.numel()
+                shapes[name] = tuple(stand_in.shape)
                 owned.setdefault(name, []).append(stand_in)
             stack.enter_context(_as_by_default(optimizer, is_cuda=is_cuda))
         with _OwnedTracker(log, owned) as tracker:
@@ -96,7 +106,7 @@ def _run(
             first = _step(optimizers, log)
             after_first = tracker.living()
             later = _step(optimizers, log)
-            return _Run(first, later, elements, (after_first, tracker.living()))
+            return _Run(first, later, shapes, (after_first, tracker.living()))
 
 
 def _step(optimizers: Sequence[Optimizer], log: Log) -> list[Logged]:
@@ -155,7 +165,8 @@ def _small(value: Any, parameter: torch.Tensor, stand_in: torch.Tensor, side: in
 
 
 def _stand_in(parameter: torch.Tensor, side: int, number: int) -> torch.Tensor:
-    shape = (side + number, *(side,) * (parameter.ndim - 1)) if parameter.ndim else ()
+    others = (side + n for n in range(parameter.ndim - 1))
+    shape = (side + _LONGER + number, *others) if parameter.ndim else ()
     small = torch.nn.Parameter(
         torch.ones(shape, dtype=parameter.dtype),
         requires_grad=parameter.requires_grad,
@@ -234,30 +245,32 @@ class _OwnedTracker(Tracker):  # type: ignore[no-untyped-call]
 
 
 def _events(
-    small: Sequence[Logged], large: Sequence[Logged], one: _Run, other: _Run, step: int
+    small: Sequence[Logged],
+    large: Sequence[Logged],
+    runs: tuple[_Run, _Run],
+    whole: Shapes,
+    kept: Collection[int],
 ) -> tuple[OptimizerEvent, ...]:
-    """Return the events of a step, with sizes by element."""
+    """Return the events of a step, with sizes by element.
+
+    Args:
+        small: events of the smaller stand-ins.
+        large: of the larger ones.
+        runs: of both.
+        whole: shapes of the parameters.
+        kept: numbers of what is there after the step.
+    """
     sizes = {e.id: e for e in _taken(small)}
     pairs = {b.id: (sizes[a.id], b) for a, b in zip(_taken(small), _taken(large), strict=True)}
     events: list[OptimizerEvent] = []
     for event in large:
         if isinstance(event, Taken):
-            a, b = pairs[event.id]
-            kind: Kind = "optimizer" if event.id in other.kept[step] else "temporary"
-            counts = one.elements.get(b.place, 0), other.elements.get(b.place, 0)
-            slope, fixed = _line((counts[0], a.bytes), (counts[1], b.bytes))
-            events.append(OptimizerAllocated(event.id, b.place, slope, fixed, kind))
+            kind: Kind = "optimizer" if event.id in kept else "temporary"
+            slope, fixed = size_of(pairs[event.id], [run.shapes for run in runs], whole)
+            events.append(OptimizerAllocated(event.id, event.place, slope, fixed, kind))
         elif isinstance(event, Freed):
             events.append(Freed(event.id, carried=event.id not in pairs))
     return tuple(events)
-
-
-def _line(small: tuple[int, int], large: tuple[int, int]) -> tuple[float, float]:
-    """Return bytes an element and fixed ones, from elements and bytes of two sizes."""
-    if small[0] == large[0]:  # a scalar
-        return 0.0, float(large[1])
-    slope = (large[1] - small[1]) / (large[0] - small[0])
-    return slope, large[1] - slope * large[0]
 
 
 def _taken(events: Sequence[Logged]) -> list[Taken]:
