@@ -133,11 +133,13 @@ class Cluster:
             self._wait_for(places, check=check)
             self._refuse_known(self._ready[order].engine_id for order in places)
         except BaseException:
-            self._processes.give_up(fresh.values())
-            for order, launcher in fresh.items():
-                if launcher.channel is not None:
-                    self._channels.replace(order, launcher.channel)  # to be closed there
-            self._ready.update(ended)
+            try:
+                self._processes.give_up(fresh.values())
+            finally:
+                for order, launcher in fresh.items():
+                    if launcher.channel is not None:
+                        self._channels.replace(order, launcher.channel)  # to be closed there
+                self._ready.update(ended)
             raise
         self._processes.engines.update(fresh)
         for engine_id in engine_ids:

@@ -88,21 +88,12 @@ class ForkServer:
         self.directory = tempfile.mkdtemp(prefix="fsdp_magic-")
         self._log = os.memfd_create("fsdp_magic fork server")
         self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fsdp_magic.engine.fork_server", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    **environment,
-                    KERNEL_PID_VARIABLE: str(os.getpid()),
-                    "IPP_PROFILE_DIR": self.directory,
-                },
-                start_new_session=True,  # Jupyter interrupts the kernel's whole process group
-            )
+        try:
+            with theirs:
+                self._process = self._started(theirs, environment)
+        except BaseException:
+            self._close()
+            raise
         self._asked = 0
         self._closed = False
         self.killed = False
@@ -113,6 +104,24 @@ class ForkServer:
             target=self._read, name="fsdp_magic fork server", daemon=True
         )
         self._thread.start()
+
+    def _started(
+        self, theirs: socket.socket, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "fsdp_magic.engine.fork_server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                **environment,
+                KERNEL_PID_VARIABLE: str(os.getpid()),
+                "IPP_PROFILE_DIR": self.directory,
+            },
+            start_new_session=True,  # Jupyter interrupts the kernel's whole process group
+        )
 
     @property
     def pid(self) -> int:
@@ -179,6 +188,9 @@ class ForkServer:
         self.kill()
         self._process.wait()
         self._thread.join(timeout=_STOP_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
         self._control.close()
         os.close(self._log)
         shutil.rmtree(self.directory, ignore_errors=True)

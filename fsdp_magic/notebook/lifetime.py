@@ -35,13 +35,17 @@ class Lifetime:
         self.spec = spec
         self._history = History()
         self._names = itertools.count(1)
-        self.world_plan = plan_world(spec)
         self.restarted = ""
         self._server = server
         self._engines: Engines | None = None
         self._interruptions = Interruptions()
         self._snapshots: SnapshotFiles | None = None
-        kernel_directory()
+        try:
+            self.world_plan = plan_world(spec)
+            kernel_directory()
+        except BaseException:
+            self.shutdown()  # the server came with the call, and nobody else would end it
+            raise
         with self._interruptions:
             self._start()
 

@@ -212,6 +212,7 @@ def plan_of(
             ),
         )
         for name, each in specs.items()
+        if traced_as(each) in report.traces
     }
     return Plan(
         device=device,
@@ -220,6 +221,11 @@ def plan_of(
         micro_batch_size=spec.micro_batch_size,
         model=_described(next(iter(report.traces.values()))),
         notes=(*report.notes, *_about_cache(report)),
+        untraced={
+            name: report.untraced[traced_as(each)]
+            for name, each in specs.items()
+            if traced_as(each) in report.untraced
+        },
     )
 
 

@@ -53,8 +53,8 @@ def found(request: TraceRequest) -> TraceReport | None:
 
 
 def keep(request: TraceRequest, report: TraceReport) -> None:
-    """Keep what was traced, where that is possible."""
-    if report.files is None:
+    """Keep what was traced, where that is possible and all of it was."""
+    if report.files is None or report.untraced:
         return
     with suppress(OSError, TypeError):
         place = directory()

@@ -1,7 +1,8 @@
 """KERNEL: the process that traces a cell: started, heard, and ended whatever happens.
 
 Its two streams are read by a thread each, which works on any platform; the main thread waits for
-what they say and can be interrupted.
+what they say and can be interrupted. A process that the cell started in a session of its own may
+hold the streams for long; nobody waits for that one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import codecs
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from fsdp_magic.core.channel import ChannelClosedError, Frames, Unreadable, framed
 from fsdp_magic.core.errors import CellInterrupted, FsdpError
@@ -34,8 +36,9 @@ _STOP_SECONDS = 5.0
 _COMMAND = (sys.executable, "-m", "fsdp_magic.engine.planning")
 
 Printed = Callable[[str, str], None]
-Event = TracePrinted | TraceReport | TraceFailed | Unreadable | None
-"""None: a stream ended."""
+Stream = Literal["answers", "text"]
+Event = TracePrinted | TraceReport | TraceFailed | Unreadable | Stream
+"""A stream: it ended."""
 
 
 def traced(request: TraceRequest, *, printed: Printed) -> TraceReport | TraceFailed:
@@ -51,8 +54,11 @@ def traced(request: TraceRequest, *, printed: Printed) -> TraceReport | TraceFai
     """
     process = _started()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    over = threading.Event()
     threads = [
-        threading.Thread(target=reads, args=(stream, events), name="fsdp_magic plan", daemon=True)
+        threading.Thread(
+            target=reads, args=(stream, events, over), name="fsdp_magic plan", daemon=True
+        )
         for reads, stream in ((_read_answers, process.stdout), (_read_text, process.stderr))
     ]
     try:
@@ -66,6 +72,7 @@ def traced(request: TraceRequest, *, printed: Printed) -> TraceReport | TraceFai
         ) from None
     finally:
         _end(process)
+        over.set()
         for thread in threads:
             thread.join(timeout=_STOP_SECONDS)
         for stream in (process.stdin, process.stdout, process.stderr):
@@ -98,11 +105,13 @@ def _answer(
     process: subprocess.Popen[bytes], events: queue.SimpleQueue[Event], printed: Printed
 ) -> TraceReport | TraceFailed:
     """Return the answer; what is printed on the way is handed on."""
-    open_streams = 2
+    open_streams: set[Stream] = {"answers", "text"}
     while open_streams:
         try:
             event = events.get(timeout=_TICK_SECONDS)
         except queue.Empty:  # so that an interrupt is seen on any platform
+            if "answers" not in open_streams and process.poll() is not None:
+                break  # whoever holds the other one does not answer
             continue
         match event:
             case TraceReport() | TraceFailed():
@@ -111,8 +120,8 @@ def _answer(
                 printed(event.stream, event.text)
             case Unreadable():
                 raise FsdpError(f"the answer of the planning process is unreadable: {event.reason}")
-            case None:
-                open_streams -= 1
+            case "answers" | "text":
+                open_streams.discard(event)
     raise _ended(process)
 
 
@@ -140,22 +149,35 @@ def _ended(process: subprocess.Popen[bytes]) -> FsdpError:
     )
 
 
-def _read_answers(stream: BinaryIO, events: queue.SimpleQueue[Event]) -> None:
+def _read(stream: BinaryIO, over: threading.Event) -> bytes:
+    """Return what comes next; nothing: the stream ended, or nobody listens any more."""
+    if hasattr(select, "poll"):  # elsewhere a thread can wait for what it reads only
+        poll = select.poll()
+        poll.register(stream, select.POLLIN)
+        while not poll.poll(1000 * _TICK_SECONDS):
+            if over.is_set():
+                return b""
+    return os.read(stream.fileno(), _CHUNK_BYTES)
+
+
+def _read_answers(
+    stream: BinaryIO, events: queue.SimpleQueue[Event], over: threading.Event
+) -> None:
     frames = Frames()
     with suppress(ChannelClosedError, ValueError):  # closed there, or here
         while True:
-            for message in frames.add(os.read(stream.fileno(), _CHUNK_BYTES)):
+            for message in frames.add(_read(stream, over)):
                 events.put(message)
-    events.put(None)
+    events.put("answers")
 
 
-def _read_text(stream: BinaryIO, events: queue.SimpleQueue[Event]) -> None:
+def _read_text(stream: BinaryIO, events: queue.SimpleQueue[Event], over: threading.Event) -> None:
     """Hand on what C code and commands print."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with suppress(ValueError, OSError):
-        while data := os.read(stream.fileno(), _CHUNK_BYTES):
+        while data := _read(stream, over):
             events.put(TracePrinted(stream="stderr", text=decoder.decode(data)))
-    events.put(None)
+    events.put("text")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

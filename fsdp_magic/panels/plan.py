@@ -15,6 +15,7 @@ from fsdp_magic.panels import plan_timeline
 from fsdp_magic.panels.memory_kinds import MEMORY_KINDS, MemoryKind, drawn, key_to_colours
 from fsdp_magic.panels.parts import (
     FIRST,
+    ORANGE,
     RED,
     TRACK,
     MemoryUnit,
@@ -50,7 +51,10 @@ def html(view: PlanView) -> str:
     content = (
         headline("Memory plan", summary=_summary(view), stamp=view.stamp)
         + _key(view)
-        + table(_head_html(view), [_row_html(each, view) for each in view.rows])
+        + table(
+            _head_html(view),
+            [*(_row_html(each, view) for each in view.rows), *_untraced_html(view)],
+        )
         + plan_timeline.html(view)
         + _advice_html(view)
         + notes_html(_notes(view))
@@ -68,7 +72,7 @@ def text(view: PlanView) -> str:
         sizes = [unit.text(each.peak_bytes), more]
         cells = [
             shortened(each.name, 80),
-            _largest_text(each.largest),
+            str(each.largest),
             *sizes,
             shortened(each.phase, 40),
         ]
@@ -76,6 +80,10 @@ def text(view: PlanView) -> str:
     kinds = _kinds(view)
     lines = [f"Memory plan  {_summary(view)}  {shortened(view.stamp, 20)}".rstrip()]
     lines += text_table(rows)
+    lines += [
+        f"{shortened(name, 80)}: not planned: {shortened(why, 300)}"
+        for name, why in view.untraced.items()
+    ]
     lines.append(f"in {unit.name}; " + "  ".join(f"{kind.letter} {kind.name}" for kind in kinds))
     lines += plan_timeline.text(view)
     lines += [f"- {shortened(each, 600)}" for each in view.advice]
@@ -127,6 +135,20 @@ def _row_html(each: PlanRow, view: PlanView) -> str:
     )
 
 
+def _untraced_html(view: PlanView) -> list[str]:
+    """Return a row for each strategy that has no plan, with the reason."""
+    columns = 3 + len(_rank_head(view))
+    style = "border:0;padding:1px 0 1px 10px;text-align:left;line-height:16px"
+    return [
+        row(
+            cell(plan_timeline.strategy_html(name), style=FIRST + _WRAPS)
+            + f'<td colspan="{columns}" style="{style}">{icon("▲", ORANGE)} not planned: '
+            f"{escape(shortened(why, 300))}</td>"
+        )
+        for name, why in view.untraced.items()
+    ]
+
+
 def _sample_text(each: PlanRow, unit: MemoryUnit) -> str:
     """Return what a sample more takes, in a unit of its own if it is little; or nothing."""
     if not each.largest.ideal:
@@ -145,20 +167,11 @@ def _pair(size: str, phase: str) -> str:
 
 def _largest_html(largest: Interval) -> str:
     if largest.is_open:
-        return "<b>any</b>"
+        return f"<b>{largest}</b>"
     if not largest.ideal:
         return f"{icon('▲', RED)} <b>none</b>"
     beyond = f" {muted(f'to {largest.ideal:,}')}" if largest.ideal > largest.safe else ""
     return f"<b>{largest.safe:,}</b>{beyond}"
-
-
-def _largest_text(largest: Interval) -> str:
-    if largest.is_open:
-        return "any"
-    if not largest.ideal:
-        return "none"
-    beyond = f" to {largest.ideal:,}" if largest.ideal > largest.safe else ""
-    return f"{largest.safe:,}{beyond}"
 
 
 def _rank_head(view: PlanView) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_magic.core.planning.advice import advice_for
 from fsdp_magic.core.planning.memory_plan import Interval, MemoryPlan
@@ -55,6 +55,7 @@ class PlanView:
         card: whose speeds the ranking is by; empty: there is no ranking.
         notes: sentences a person should read.
         stamp: when it was drawn, as text.
+        untraced: why a strategy has no row, by name.
     """
 
     model: str
@@ -70,6 +71,7 @@ class PlanView:
     card: str
     notes: Sequence[str]
     stamp: str
+    untraced: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shown(self) -> PlanRow | None:
@@ -103,6 +105,7 @@ def view_of(plan: MemoryPlan, *, strategy: str | None = None, stamp: str = "") -
         card=plan.device.card.name if plan.device.card and ranking else "",
         notes=[*plan.notes, *_without_bf16(plan)],
         stamp=stamp,
+        untraced=plan.untraced,
     )
 
 

@@ -12,6 +12,7 @@ from fsdp_magic.engine.planning.fake_mode import PlanningMode
 from fsdp_magic.engine.planning.optimizer_trace import trace_optimizers
 from fsdp_magic.engine.planning.passes import Program
 from fsdp_magic.engine.planning.tracing import trace_step
+from fsdp_magic.engine.planning.weightless import make_fake, weightless
 
 
 def trace_of(
@@ -35,9 +36,12 @@ def trace_of(
     # what is a unit is told from the source
     linecache.cache[name] = len(model), None, model.splitlines(keepends=True), name
     names: dict[str, Any] = {}
-    with PlanningMode():
+    fake = PlanningMode()
+    with weightless(fake):
         exec(compile(model, name, "exec"), names)
-        names["model"].train()
+    names["model"].train()
+    make_fake(names["model"], [names["optimizer"]], fake)
+    with fake:
 
         def batch_for(samples: int) -> tuple[int, Any]:
             return samples, batch_of(samples)

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.errors import CellInterrupted, EngineDiedError, UsageError
-from fsdp_magic.notebook.fork_server import _place
+from fsdp_magic.notebook.fork_server import ForkServer, _place
 from fsdp_magic.notebook.session import Session
 
 
@@ -220,3 +220,20 @@ def test_a_directory_that_was_deleted_is_said_and_costs_no_engines(
         with pytest.raises(UsageError, match="directory was deleted"):
             start()
     assert results(session, "rank") == ["0", "1"]
+
+
+def test_a_server_that_cannot_be_started_or_used_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="too long"):
+        ForkServer({"TOO_LONG": "x" * (1 << 20)})
+    server = ForkServer({})
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="directory was deleted"):
+        Session(InitSpec(n=1, device="cpu"), server=server)
+    monkeypatch.undo()
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -13,6 +13,7 @@ import pytest
 from panel_records import HOSTILE, Page, assert_harmless
 from plan_records import device, memory_plan, strategy_plan
 
+from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.planning.cards import find_card
 from fsdp_magic.core.planning.memory_plan import Interval
 from fsdp_magic.core.planning.timeline import KINDS
@@ -53,7 +54,7 @@ def test_every_strategy_has_a_row_with_its_largest_micro_batch() -> None:
         (Interval(safe=0, ideal=1), "0 to 1"),
         (Interval(safe=0, ideal=0), "none"),
         (Interval(safe=117_760, ideal=118_134), "117,760 to 118,134"),
-        (Interval(safe=1 << 20, ideal=1 << 20), "any"),
+        (Interval(safe=1 << 20, ideal=1 << 20), "1,048,576 or more"),
     ],
 )
 def test_the_largest_micro_batch_is_an_interval(largest: Interval, shown: str) -> None:
@@ -61,6 +62,17 @@ def test_the_largest_micro_batch_is_an_interval(largest: Interval, shown: str) -
     one = replace(one, rows=[replace(one.rows[0], largest=largest)])
     assert re.search(rf"^ddp +{shown}  ", panel.text(one), re.MULTILINE)
     assert f" {shown} " in Page(panel.html(one)).text
+
+
+def test_a_strategy_without_a_plan_has_a_row_with_its_reason() -> None:
+    one = view("ddp", untraced={"ddp+bf16": "ValueError: <no> bf16"})
+    source = panel.html(one)
+    assert "ddp+bf16: not planned: ValueError: <no> bf16" in panel.text(one)
+    assert "not planned: ValueError: &lt;no&gt; bf16" in source
+    assert len(Page(source).all("tr")) == 3
+    plan = replace(memory_plan("ddp"), untraced={"ddp+bf16": "of bf16"})
+    with pytest.raises(UsageError, match="was not planned: of bf16; planned: ddp"):
+        plan["ddp+bf16"]
 
 
 def test_what_a_sample_takes_is_never_shown_as_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -362,3 +363,70 @@ def test_an_error_of_fake_tensors_is_raised_and_not_logged_too() -> None:
         assert not logger.disabled
     finally:
         logger.removeHandler(handler)
+
+
+# ---------------------------------------------------------------- what a plan cannot have
+
+
+def traces(cell: str, *variants: TraceVariant) -> tuple[Described, dict[Any, Any], dict[Any, str]]:
+    program, fake = ran(HEAD + cell, mode=PlanningMode())
+    return program, *traces_of(program, variants, fake, wraps=["blocks"], kind="cpu")
+
+
+PICKY = """
+class Picky(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.dtype == torch.bfloat16:
+            raise ValueError("of bf16")
+        return y
+model = Picky(4, 2)
+"""
+
+
+def test_a_variant_that_cannot_be_traced_costs_the_others_nothing() -> None:
+    fp32, bf16 = TraceVariant("fp32"), TraceVariant("bf16")
+    _, alone, none = traces(PICKY + BATCH + LOSS, fp32)
+    for order in ((fp32, bf16), (bf16, fp32)):
+        _, found, untraced = traces(PICKY + BATCH + LOSS, *order)
+        assert found == alone
+        assert untraced == {bf16: "ValueError: of bf16"}
+    assert not none
+    with pytest.raises(ValueError, match="of bf16"):
+        traces(PICKY + BATCH + LOSS, bf16)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        ("optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()])", "`optimizer`"),
+        ("of_other = torch.optim.SGD(other.parameters())", "`of_other`"),
+    ],
+)
+def test_parameters_that_are_trained_beside_the_model_are_refused(
+    optimizer: str, says: str
+) -> None:
+    with pytest.raises(FsdpError, match=rf"{says} holds 2 parameters \(15 elements\) that are not"):
+        ran(HEAD + "other = nn.Linear(4, 3)\n" + NET + BATCH + LOSS + optimizer)
+
+
+def test_a_cell_that_asks_for_input_is_told_that_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        with pytest.raises(FsdpError, match="write the value into the cell"):
+            ran(HEAD + "layers = int(input())\n" + NET + BATCH + LOSS)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    cell = "model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))\n"
+    batch = BATCH.replace("zeros(b, 4)", "zeros(b, dtype=torch.long)")
+    with pytest.raises(FsdpError, match=r"the gradient of `0\.weight` is sparse.*sparse=False"):
+        traces(cell + batch + LOSS, TraceVariant())
+
+
+def test_memory_of_recurrent_modules_libraries_is_said_to_be_missing() -> None:
+    loss = "def loss_fn(model, batch): return model(batch[0])[0].mean()\n"
+    program, *_ = traces("model = nn.LSTM(4, 2)\n" + BATCH + loss, TraceVariant())
+    assert any(note.startswith("memory of nn.LSTM's libraries") for note in program.notes)

@@ -146,3 +146,22 @@ def test_a_plan_is_made_on_systems_that_have_no_engines(tmp_path: Path) -> None:
         timeout=55,
     )
     assert "largest micro-batch ddp" in done.stdout, done.stderr
+
+
+DETACHED = """
+import os, subprocess, sys
+code = "import time; time.sleep(60)"
+started = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+open("pid", "w").write(str(started.pid))
+os._exit(3)
+"""
+
+
+def test_nobody_waits_for_a_process_that_the_cell_left_elsewhere() -> None:
+    before = threading.active_count()
+    with pytest.raises(FsdpError, match="exit code 3"):
+        fsdp_magic.plan(DETACHED, show=False)
+    left = psutil.Process(int(Path("pid").read_text()))
+    assert left.status() != psutil.STATUS_ZOMBIE
+    left.kill()
+    assert threading.active_count() == before

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fsdp_magic.core.planning.device import Device
 from fsdp_magic.core.planning.memory_plan import MemoryPlan, StrategyPlan
 from fsdp_magic.core.planning.overlay import Setting
+from fsdp_magic.core.planning.peak_curve import MOST_SAMPLES
 from fsdp_magic.core.planning.peak_parts import OPTIMIZER, PeakPart, is_block, loss_place
 from fsdp_magic.core.planning.step_trace import OptimizerAllocated, StepTrace
 from fsdp_magic.core.specs.strategy import OFFLOADED
@@ -112,7 +113,7 @@ def _leaves(case: _Case, other: StrategyPlan, verb: str = "leaves") -> str:
     samples = f"{largest.safe:,} sample{'s' if largest.safe != 1 else ''}"
     fits = f"up to {samples} fit" if largest.safe else "not even one sample fits"
     if largest.is_open:
-        fits = "any number of samples fits"
+        fits = f"at least {MOST_SAMPLES:,} samples fit"
     return f"{verb} a peak of {bytes_text(peak)}; {fits}"
 
 

@@ -35,6 +35,14 @@ class Interval:
     safe: int
     ideal: int
 
+    def __str__(self) -> str:
+        if self.is_open:
+            return f"{MOST_SAMPLES:,} or more"
+        if not self.ideal:
+            return "none"
+        beyond = f" to {self.ideal:,}" if self.ideal > self.safe else ""
+        return f"{self.safe:,}{beyond}"
+
     @property
     def is_open(self) -> bool:
         """Whether memory does not set the end: no size that was looked at is too large."""
@@ -123,6 +131,7 @@ class MemoryPlan:
         micro_batch_size: what was asked to be shown; None: each strategy's largest.
         model: what is planned, in words: ``GPT2LMHeadModel, 1.6B parameters``.
         notes: sentences a person should read.
+        untraced: why a strategy that was asked for has no plan, in a line, by name.
     """
 
     device: Device
@@ -131,6 +140,7 @@ class MemoryPlan:
     micro_batch_size: int | None = None
     model: str = ""
     notes: tuple[str, ...] = ()
+    untraced: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, strategy: str) -> StrategyPlan:
         """Return the plan of a strategy, by any name that ``--strategies`` takes.
@@ -140,11 +150,11 @@ class MemoryPlan:
         """
         if strategy in self.strategies:
             return self.strategies[strategy]
-        known = ", ".join(self.strategies)
-        try:
-            return self.strategies[Variant.parsed(strategy).name]
-        except KeyError:
-            raise UsageError(f"{quoted(strategy)} was not planned; planned: {known}") from None
+        known, name = ", ".join(self.strategies), Variant.parsed(strategy).name
+        if name in self.strategies:
+            return self.strategies[name]
+        why = f": {self.untraced[name]}" if name in self.untraced else ""
+        raise UsageError(f"{quoted(strategy)} was not planned{why}; planned: {known}")
 
     @property
     def intervals(self) -> dict[str, Interval]:
@@ -217,7 +227,7 @@ class MemoryPlan:
         return max(sizes, key=lambda name: (bool(sizes[name]), not offloads[name], sizes[name]))
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name} {size}" for name, size in self.max_micro_batch_size.items())
+        sizes = ", ".join(f"{name} {each}" for name, each in self.intervals.items())
         return (
             f"<MemoryPlan for {self.world_size} x {self.device.name}: largest micro-batch {sizes}>"
         )

@@ -105,6 +105,7 @@ class TraceReport:
         notes: sentences a person should read (which defaults were taken).
         files: that the cell read; None: nobody knows which, or too many.
         cached: whether nothing had to be traced.
+        untraced: why a variant has no trace, in a line, by variant.
     """
 
     traces: dict[TraceVariant, StepTrace]
@@ -112,6 +113,7 @@ class TraceReport:
     notes: tuple[str, ...] = field(default=())
     files: tuple[FileRead, ...] | None = None
     cached: bool = False
+    untraced: dict[TraceVariant, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,12 @@ class Passes:
     def _gradient(self, name: str, parameter: nn.Parameter) -> None:
         """Let a complete gradient be counted by the overlay, and drop it."""
         gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.strided:
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise FsdpError(
+                f"the gradient of `{name}` is sparse, and a plan is of dense ones, as all ranks "
+                "reduce them; build its module with sparse=False"
+            )
+        if gradient is not None:
             number = self.tracker.hand_over(gradient)
             if name in self._cast:
                 _say_whose(self._log.events, number, name)

@@ -33,6 +33,8 @@ _NO_NUMPY = ".numpy() is not supported for tensor subclasses"
 """What torch says of a fake tensor. Source: ``THPVariable_numpy`` of torch 2.13."""
 _OF_TRAINING = ("batch", "step", "micro_step", "epoch", "micro_batch_size", "total_steps")
 """Names that training cells have and the cell of a plan has not."""
+_NO_INPUT = "EOF when reading a line"
+"""What ``input()`` says without any. Source: ``builtin_input_impl`` of Python/bltinmodule.c."""
 
 
 class NoValuesError(Exception):
@@ -92,7 +94,7 @@ def namespace_of_cell(code: str, name: str) -> dict[str, Any]:
     namespace = vars(module)
     namespace.update(device=torch.device("cpu"), rank=0, world_size=1, dp_rank=0, dp_size=1)
     cell = cells.compile_cell(code, name, shell=_PlainShell())
-    with values_explained(), _missing_explained():
+    with values_explained(), _missing_explained(), _input_refused():
         cell.run(namespace)
     return namespace
 
@@ -163,6 +165,20 @@ def values_explained() -> Iterator[None]:
 
 
 @contextmanager
+def _input_refused() -> Iterator[None]:
+    """Say that nobody answers, where the cell asks for input."""
+    try:
+        yield
+    except EOFError as error:
+        if str(error) != _NO_INPUT:
+            raise
+        raise FsdpError(
+            "the cell asks for input(), and nobody can answer the process that plans it; write "
+            "the value into the cell"
+        ) from None
+
+
+@contextmanager
 def _guess_told(guessed: str) -> Iterator[None]:
     """Say that a batch was the planner's own, where a model fails on it; empty: it was not."""
     try:
@@ -204,8 +220,21 @@ def _model(namespace: dict[str, Any]) -> nn.Module:
 
 def _optimizers(namespace: dict[str, Any], model: nn.Module) -> list[Optimizer]:
     held = {id(p) for p in model.parameters()}
-    found = {id(value): value for value in namespace.values() if isinstance(value, Optimizer)}
-    return [o for o in found.values() if any(id(p) in held for p in parameters_of(o))]
+    found = {
+        id(value): (name, value)
+        for name, value in namespace.items()
+        if isinstance(value, Optimizer)
+    }
+    for name, optimizer in found.values():
+        others = [p for p in parameters_of(optimizer) if id(p) not in held]
+        if others:
+            raise FsdpError(
+                f"`{name}` holds {len(others):,} parameter{'s' if len(others) > 1 else ''} "
+                f"({sum(p.numel() for p in others):,} elements) that are not of `model`, and a "
+                "plan is of one module; put all that is trained into one nn.Module `model`, or "
+                f"del {name}"
+            )
+    return [optimizer for _, optimizer in found.values()]
 
 
 def _function(namespace: dict[str, Any], name: str, call: str) -> Callable[..., Any] | None:

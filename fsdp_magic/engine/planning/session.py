@@ -123,13 +123,14 @@ def _traced(engine: State, request: PlanRequest) -> TraceReport:
         return loss  # type: ignore[return-value]  # what is none is refused where it is used
 
     described = Described(model=root, optimizers=optimizers, make_batch=make_batch, loss_of=loss_of)
-    traces = traces_of(
+    traces, untraced = traces_of(
         described, request.variants, fake, wraps=request.wraps, kind=request.device_kind
     )
     return TraceReport(
         traces=traces,
         seconds=time.monotonic() - started,
         notes=(_note(batch, request.sequence_length), *described.notes),
+        untraced=untraced,
     )
 
 

@@ -2,6 +2,7 @@
 
 Each variant after the first is traced in a fork of its own, at the same time. What a fork does
 not give, for whatever reason, is traced here: so an error is the one that it would be anyway.
+A variant that cannot be traced costs the others nothing, unless none can.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from torch import nn
+
 from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.planning.requests import DeviceKind, TraceReport, TraceRequest, TraceVariant
 from fsdp_magic.core.planning.step_trace import Allocated, StepTrace
+from fsdp_magic.engine import cells
 from fsdp_magic.engine.optimizers import parameters_of
 from fsdp_magic.engine.planning.checkpoints import weights_stay_in_files
 from fsdp_magic.engine.planning.fake_mode import PlanningMode, errors_told_once
@@ -29,6 +33,10 @@ from fsdp_magic.engine.planning.tracing import BATCH_SIZES, trace_step
 from fsdp_magic.engine.planning.weightless import make_fake, weightless
 
 _READS = "where the cell reads a number of a tensor (.item()), it is given 1.0"
+_OF_LIBRARIES = (nn.LSTM, nn.GRU, nn.RNN)
+"""Modules that oneDNN and cuDNN compute whole, in memory that no operator of torch shows.
+
+Source: ``mkldnn_rnn_layer`` and ``_cudnn_rnn`` in aten/src/ATen/native/native_functions.yaml."""
 
 
 def traced(request: TraceRequest) -> TraceReport:
@@ -46,7 +54,7 @@ def traced(request: TraceRequest) -> TraceReport:
         namespace = namespace_of_cell(request.code, request.name)
     described = program_in(namespace, sequence_length=request.sequence_length)
     make_fake(described.model, described.optimizers, fake)
-    traces = traces_of(
+    traces, untraced = traces_of(
         described,
         request.variants,
         fake,
@@ -59,6 +67,7 @@ def traced(request: TraceRequest) -> TraceReport:
         seconds=time.monotonic() - started,
         notes=tuple(described.notes),
         files=files.report(),
+        untraced=untraced,
     )
 
 
@@ -70,7 +79,7 @@ def traces_of(
     wraps: Sequence[str],
     kind: DeviceKind,
     threads: int = 1,
-) -> dict[TraceVariant, StepTrace]:
+) -> tuple[dict[TraceVariant, StepTrace], dict[TraceVariant, str]]:
     """Trace a program in every variant.
 
     Args:
@@ -80,6 +89,12 @@ def traces_of(
         wraps: rules whose units are wanted.
         kind: of which kernels.
         threads: that run here and hold no lock; while there are others nothing is forked.
+
+    Returns:
+        The traces, and why a variant has none.
+
+    Raises:
+        Exception: of the first variant, if none can be traced.
     """
     described.model.train()
     held = {id(p) for optimizer in described.optimizers for p in parameters_of(optimizer)}
@@ -97,7 +112,10 @@ def traces_of(
 
     with errors_told_once(), cards_are_the_host(), NoCard() as stand_in, fake:
         can_fork = sys.platform == "linux" and threading.active_count() <= threads
-        traces = _each(variants, trace, beside=variants[1:] if can_fork else ())
+        tries = _each(
+            variants, trace, model=described.model, beside=variants[1:] if can_fork else ()
+        )
+    traces, untraced = tries.traces, tries.untraced
     if not any(map(_grows, traces.values())):
         raise FsdpError(
             f"what the cell computes takes the same memory for {BATCH_SIZES[0]} samples as for "
@@ -105,7 +123,8 @@ def traces_of(
         )
     if stand_in.has_given_values:
         described.notes.append(_READS)
-    return traces
+    described.notes.extend(_about_libraries(described.model))
+    return traces, untraced
 
 
 def _grows(trace: StepTrace) -> bool:
@@ -114,19 +133,86 @@ def _grows(trace: StepTrace) -> bool:
     return any(size.per_sample or size.per_pair for size in sizes)
 
 
+def _about_libraries(model: nn.Module) -> list[str]:
+    """Return that libraries take memory of their own for some modules, which torch never sees."""
+    kinds = (kind for kind in _OF_LIBRARIES if any(isinstance(m, kind) for m in model.modules()))
+    return [
+        f"memory of nn.{kind.__name__}'s libraries (what oneDNN works in, what cuDNN reserves) is "
+        "not in the plan; leave room for it"
+        for kind in kinds
+    ]
+
+
+class _Tries:
+    """Traces that were tried.
+
+    Args:
+        trace: makes one.
+
+    Attributes:
+        traces: by variant.
+        untraced: why a variant has none.
+    """
+
+    def __init__(self, trace: Callable[[TraceVariant], StepTrace]) -> None:
+        self._trace = trace
+        self._first_error: Exception | None = None
+        self.traces: dict[TraceVariant, StepTrace] = {}
+        self.untraced: dict[TraceVariant, str] = {}
+
+    def add(self, variant: TraceVariant, model: nn.Module) -> None:
+        """Trace a variant."""
+        try:
+            self.traces[variant] = self._trace(variant)
+        except Exception as error:  # of the person's model, whatever it is
+            self._first_error = self._first_error or error
+            self.untraced[variant] = _line_of(error)
+            model.zero_grad()  # what a backward that failed has left
+
+    def settle(self) -> _Tries:
+        """Return this.
+
+        Raises:
+            Exception: the first one, if nothing could be traced.
+        """
+        if self._first_error is not None and not self.traces:
+            raise self._first_error
+        self._first_error = None
+        return self
+
+
+def _line_of(error: Exception) -> str:
+    """Return an error in a line."""
+    failure = cells.describe(error)
+    message = next(iter(failure.message.strip().splitlines()), "")
+    if failure.kind == "usage":
+        return message
+    return f"{failure.exception_type}: {message}".removesuffix(": ")
+
+
 def _each(
     variants: Sequence[TraceVariant],
     trace: Callable[[TraceVariant], StepTrace],
     *,
+    model: nn.Module,
     beside: Sequence[TraceVariant],
-) -> dict[TraceVariant, StepTrace]:
-    """Return the trace of each variant; some, of those after the first, are made beside it."""
+) -> _Tries:
+    """Trace each variant; some, of those after the first, beside it."""
+    tries = _Tries(trace)
     with ExitStack() as stack:
         forks = [stack.enter_context(Fork(partial(trace, variant))) for variant in beside]
-        traces = {variants[0]: trace(variants[0])}
-        for variant, fork in zip(beside, forks, strict=True):
-            traces[variant] = _given(fork) or trace(variant)
-    return traces | {v: trace(v) for v in variants if v not in traces}
+        tries.add(variants[0], model)
+        given = {
+            variant: found
+            for variant, fork in zip(beside, forks, strict=True)
+            if (found := _given(fork)) is not None
+        }
+    for variant in variants[1:]:
+        if variant in given:
+            tries.traces[variant] = given[variant]
+        else:
+            tries.add(variant, model)
+    return tries.settle()
 
 
 def _given(fork: Fork) -> StepTrace | None:
