@@ -29,7 +29,7 @@ Theme = Literal["JupyterLab Light", "JupyterLab Dark"]
 APT_LINE = "apt-get install --no-install-recommends chromium fonts-dejavu-core"
 _START_SECONDS, _STOP_SECONDS = 40.0, 15.0
 _OFFER = ".jp-Completer:not(.jp-mod-outofview):not(.lm-mod-hidden) .jp-Completer-item"
-_OFFER_SECONDS = 8.0
+_OFFER_SECONDS, _PRESSED_AGAIN_SECONDS = 8.0, 2.5
 _MILLISECONDS = 1000
 _CHROMIUM = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage"),
@@ -245,14 +245,21 @@ class Notebook:
         self._wait(f"{_WIDGET}?.sessionContext?.isReady", 40)
 
     def completions(self, index: int, typed: str) -> list[str]:
-        """Type into an empty cell, press Tab, and return what the page offers."""
+        """Type into an empty cell, press Tab, and return what the page offers.
+
+        On a machine that is busy otherwise the engines' answer may come too late; then Tab is
+        pressed again, as a person would.
+        """
         self.page.evaluate(f"{_WIDGET}.content.activeCellIndex = {index}")
         self.settle("notebook:enter-edit-mode")
         self.page.keyboard.type(typed)
-        self.page.keyboard.press("Tab")
         items = self.page.locator(f"{_OFFER} .jp-Completer-match")
         deadline = time.monotonic() + _OFFER_SECONDS
-        while not items.count() and time.monotonic() < deadline:
+        pressed = 0.0
+        while not items.count() and (now := time.monotonic()) < deadline:
+            if now - pressed > _PRESSED_AGAIN_SECONDS:
+                self.page.keyboard.press("Tab")
+                pressed = now
             self.page.wait_for_timeout(100)
         return items.all_inner_texts()
 
