@@ -91,8 +91,8 @@ class _Channel:
         try:
             for asked in self._frames.add(self._socket.recv(_CHUNK_BYTES)):
                 self._do(asked)
-        except (OSError, ChannelClosedError):  # the kernel is gone, and the watcher knows
-            asyncio.get_running_loop().remove_reader(self._socket)
+        except (OSError, ChannelClosedError):
+            os._exit(0)  # the kernel has given this engine up, or is gone
 
     def _do(self, asked: Asked) -> None:
         self._kernel.set_parent([], _request_message(asked.number))

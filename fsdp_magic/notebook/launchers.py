@@ -8,7 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +45,38 @@ class _Forked:
 
     def start(self: Any) -> None:
         """Make the process."""
-        if self.role == "controller":
-            self._make(None)
-            return
-        self.channel, theirs = socket.socketpair()
-        with theirs:
-            self._make(theirs)
-
-    def close_channel(self) -> None:
-        """Close the kernel's side of the channel; safe to call twice."""
-        if self.channel is not None:
-            self.channel.close()
-
-    def _make(self: Any, theirs: socket.socket | None) -> None:
-        self._forked = None if self.fork_server is None else self._fork(theirs)
+        if self.fork_server is not None:
+            with self._new_channel() as theirs:
+                self._forked = self._fork(theirs)
         if self._forked is None:
-            self._spawn(theirs)
+            with self._new_channel() as theirs:
+                self._spawn(theirs)
             return
         self.pid = self._forked.pid
         with suppress(psutil.NoSuchProcess):
             self.process = psutil.Process(self.pid)
         self.notify_start(self.pid)
+
+    @contextmanager
+    def _new_channel(self: Any) -> Iterator[socket.socket | None]:
+        """Have the engine's side of a channel inside; a controller has none.
+
+        An earlier one is closed: by that an engine ends that a fork server made, and died before
+        it could tell of.
+        """
+        self.close_channel()
+        self.channel = None
+        if self.role == "controller":
+            yield None
+            return
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            yield theirs
+
+    def close_channel(self) -> None:
+        """Close the kernel's side of the channel; safe to call twice."""
+        if self.channel is not None:
+            self.channel.close()
 
     def _fork(self: Any, theirs: socket.socket | None) -> ForkedProcess | None:
         """Ask the fork server for the process."""
@@ -82,6 +94,7 @@ class _Forked:
         if isinstance(answer, ForkedProcess):
             return answer
         if self.fork_server.killed:
+            self.close_channel()
             raise FsdpError("the start was given up")
         _OWN_LOG.warning("engines are started one by one, which takes longer: %s", answer)
         return None

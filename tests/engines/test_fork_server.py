@@ -56,6 +56,29 @@ def test_engines_are_children_of_one_server_which_a_restart_keeps(
     assert all(text is not None and text.endswith(f", {server})") for text in (*before, *after))
 
 
+def test_an_engine_that_a_server_made_and_died_before_telling_ends(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    fork = ForkServer.fork
+
+    def untold(server: ForkServer, request: Any, **options: Any) -> Any:
+        if request.role != "engine":
+            return fork(server, request, **options)
+        answer = fork(server, request, **{**options, "on_end": lambda _: None})
+        assert not isinstance(answer, str)
+        made.append(answer.pid)
+        return "the fork server ended"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ForkServer, "fork", untold)
+        session.restart()
+    assert results(session, "import os; os.getpid() in " + repr(made)) == ["False", "False"]
+    assert len(made) == 2
+    assert until(lambda: not any(map(psutil.pid_exists, made)), seconds=10.0)
+    session.restart()
+
+
 def test_chance_is_fresh_in_every_engine_and_sets_have_one_order(session: Session) -> None:
     codes = {
         "multiprocessing": "import multiprocessing; multiprocessing.current_process().authkey",
