@@ -159,7 +159,8 @@ if rank == 0:
     dist.send(torch.ones(3), 1)
 else:
     dist.recv(torch.ones(3), 0)
-refused(dist.all_to_all_single, torch.empty(3), torch.ones(3), [1, 1], [2, 1]), dist.barrier()
+refused(dist.all_to_all_single, torch.empty(3), torch.ones(3), [1, 1], [2, 1])
+dist.all_reduce(torch.ones(2))  # gloo's barrier would raise the refusal of the call before it again
 """
     session.run(code, show=False)
 
