@@ -20,6 +20,13 @@ from fsdp_magic.notebook.session import Session
 MEMORY_LIMIT = "512MiB"
 ENGINE_SIDE = Path(__file__).with_name("engine_side.py").read_text()
 TRAIN = "loss = loss_of(model, batch)"
+LASTING_GROUPS = """
+def _make(world):
+    world.gradients_group(), world.hybrid_mesh(1)
+
+_make(__import__("builtins")._fsdp_magic_call.__self__.world)
+"""
+"""What engines keep from the first model of a strategy on, so that what grows later is a leak."""
 
 
 def started(ranks: int) -> Session:
@@ -113,6 +120,7 @@ class Stage:
 def prepare(session: Session) -> None:
     """Bring the engines' side of the suite to fresh engines."""
     session.run(ENGINE_SIDE, show=False)
+    session.run(LASTING_GROUPS, show=False)
     session.run(FRESH_NAMES, show=False)
 
 
