@@ -15,7 +15,11 @@ What is above the formula belongs to a unit, and is given in units: parameters g
 computes, those of the next, its gradient whole, the transport's buffers, and the temporaries of
 the optimizer, which are as large as its largest shard.
 
+With ``--deep`` the stack has hundreds of layers, so that a unit is a small part of it: there every
+strategy is to be within 2 % and one unit of its formula.
+
     python benchmarks/strategy_memory.py [--bert] [--wraps]
+    python benchmarks/strategy_memory.py --deep
 """
 
 from __future__ import annotations
@@ -41,6 +45,17 @@ THEORY = {
     "full_shard": lambda n: 16 / n,
 }
 LAST = " --accumulate-sync last"
+BF16 = " --precision bf16"
+DEEP: dict[str, tuple[int, int]] = {
+    "ddp": (640, 300),
+    "zero1": (640, 300),
+    "shard_grad_op": (640, 300),
+    "shard_grad_op" + BF16: (1024, 400),
+    "full_shard": (1024, 400),
+    "full_shard" + LAST: (640, 300),
+}
+"""Width and layers of the stack; more where the formula leaves less beside a unit."""
+DEEP_SHARE = 0.02
 
 WATCH = """
 import ctypes, gc, threading, time
@@ -138,6 +153,31 @@ def of_stack(engines: int, strategies: list[str]) -> dict[str, Any]:
     return figures
 
 
+def of_deep_stack(engines: int) -> dict[str, Any]:
+    """Measure each strategy on a stack whose units are small, against the bound."""
+    figures: dict[str, Any] = {}
+    for strategy, (width, layers) in DEEP.items():
+        name, _, option = strategy.partition(" --")
+        options = dict([option.replace("-", "_").split()]) if option else {}
+        with fsdp_magic.init(n=engines, device="cpu", show=False) as session:
+            measured, _ = peaks(
+                session, stack(width, layers), STACK_CELL, accumulate=2, strategy=name, **options
+            )
+        expected = 2 + 16 / engines if BF16 in strategy else THEORY[name](engines)
+        expected += 4 if LAST in strategy else 0
+        bound = (1 + DEEP_SHARE) * expected + 4 / layers
+        figures[strategy] = {
+            "width": width,
+            "layers": layers,
+            "expected": expected,
+            "bound": round(bound, 3),
+            "measured": [round(each, 3) for each in measured],
+            "passes": max(measured) <= bound,
+        }
+        say(f"{engines} engines, {strategy}: {figures[strategy]}")
+    return figures
+
+
 def of_bert(ways: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Measure the BERT-large-shaped model on two engines, each way in a session of its own."""
     figures: dict[str, Any] = {}
@@ -158,9 +198,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bert", action="store_true", help="the BERT-large-shaped model too")
     parser.add_argument("--wraps", action="store_true", help="it also with units by size")
+    parser.add_argument("--deep", action="store_true", help="a stack of small units, nothing else")
     asked = parser.parse_args()
+    if asked.deep:
+        deep = {str(n): of_deep_stack(n) for n in (2, 4)}
+        passed = all(each["passes"] for figures in deep.values() for each in figures.values())
+        found: dict[str, Any] = {"benchmark": "strategy_memory", "machine": machine(), "deep": deep}
+        print(json.dumps(found | {"passed": passed}))
+        sys.exit(0 if passed else 1)
     strategies = [*THEORY, "full_shard" + LAST]
-    found: dict[str, Any] = {
+    found = {
         "benchmark": "strategy_memory",
         "machine": machine(),
         "unit_bytes_per_parameter_of_stack": 4 / LAYERS,
