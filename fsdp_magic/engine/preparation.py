@@ -96,32 +96,21 @@ class Preparation:
         Collective: every rank must call this.
         """
         self._evaluation_cell = evaluation_cell
-        self._first_step = steps_done = kept.steps
-        spec, world, models, position = self._request.spec, self._world, kept.models, kept.position
-        self.notes += modeling.shard_forgotten(self._namespace, models=models, world=world)
-        self._models = [model for model in models.values() if model.alive]
-        trained, notes = find_trained(self._namespace, self._models, manual=spec.manual)
-        refuse_unlike(trained, self._models, world)
-        self.notes += take_whole_from_rank_0(trained, world)
-        self.notes += kept.restoration.complete()
-        STEPS.train(trained.optimizers.values())
-        if spec.trial:
-            self._undo_afterwards(kept, trained)
-        self.notes += notes + put_in_train_mode(self._models, trained)
+        self._first_step = kept.steps
+        spec, world = self._request.spec, self._world
+        trained = self._find_trained(kept)
         weighing = self._weighing(cell, trained)
         data = open_data(
             spec,
             self._namespace,
             world=world,
-            position=position,
+            position=kept.position,
             count_labels=weighing.count_labels,
         )
         self._total_steps = self._request.steps_left or length(spec, data)
         telemetry.reset_peak()
         memory = MemoryWatch(self._stored(trained), list(trained.optimizers.values()))
-        size = None if data is None else data.micro_batch_size
-        end = None if self._total_steps is None else steps_done + self._total_steps
-        self._names.bind({"total_steps": end, "micro_batch_size": size})
+        self._bind_sizes(data)
         scaling = scaling_of(self._models, trained.parameters, kept.scaler, world.device)
         step, guards = self._step(cell, trained, memory, scaling, has_data=data is not None)
         after = self._aftermath(cell, step, data, trained, weighing)
@@ -149,6 +138,32 @@ class Preparation:
             snapshots=snapshots,
             total_steps=self._total_steps,
         )
+
+    def _find_trained(self, kept: State) -> Trained:
+        """Find what is trained, the same on every rank, as it is to be when the run begins.
+
+        Collective: every rank must call this.
+        """
+        world, models = self._world, kept.models
+        self.notes += modeling.shard_forgotten(self._namespace, models=models, world=world)
+        self._models = [model for model in models.values() if model.alive]
+        trained, notes = find_trained(
+            self._namespace, self._models, manual=self._request.spec.manual
+        )
+        refuse_unlike(trained, self._models, world)
+        self.notes += take_whole_from_rank_0(trained, world)
+        self.notes += kept.restoration.complete()
+        STEPS.train(trained.optimizers.values())
+        if self._request.spec.trial:
+            self._undo_afterwards(kept, trained)
+        self.notes += notes + put_in_train_mode(self._models, trained)
+        return trained
+
+    def _bind_sizes(self, data: Data | None) -> None:
+        """Bind the names that tell a cell how long it runs, and on how much at once."""
+        size = None if data is None else data.micro_batch_size
+        end = None if self._total_steps is None else self._first_step + self._total_steps
+        self._names.bind({"total_steps": end, "micro_batch_size": size})
 
     def _undo_afterwards(self, kept: State, trained: Trained) -> None:
         """Have everything that a trial changes put back when the run is over."""

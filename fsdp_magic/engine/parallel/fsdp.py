@@ -10,8 +10,9 @@ global batch, so their sum is the gradient of the whole.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -163,48 +164,65 @@ def shard(
     """
     model = FsdpModel(module, name=name, spec=spec, world=world)
     places = _places(module)
-    mesh = mesh_of(spec, world)
+    cut = _cutter(model, world)
     initial = InitialWeights(module, name=name, world=world)
     refuse_lossy(module, name)
-    # FSDP2 cannot cut a scalar, nor what has no rows
-    ignored = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
-    ignored |= precision.kept_as_made(module, spec)
+    ignored = _left_whole(module, spec)
     units = of_one_dtype(module, units, name=name, whole=ignored)
-    move(module, world.device)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    named = [(dotted, tensor) for dotted, tensor in named if not tensor.is_meta]
-    model.notes += build_as_rank_0(named, name=name, world=world)
-    for parameter in module.parameters():
-        if not parameter.is_meta and not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-    policy, notes = cpu_offload.policy(spec, world)
-    model.notes += notes
+    _be_as_rank_0(model, world)
     for unit in units:
         ignored |= initial.give(*unit, whole=ignored)
-        fully_shard(
-            list(unit) if len(unit) > 1 else unit[0],
-            mesh=mesh,
-            reshard_after_forward=spec.strategy != "shard_grad_op",
-            ignored_params=ignored,
-            mp_policy=precision.fsdp_policy(spec, is_root=False),
-            offload_policy=policy,
-        )
+        cut(list(unit) if len(unit) > 1 else unit[0], ignored, is_root=False)
         MAPPED.release(places)
     ignored |= initial.give(module, whole=ignored)
     initial.check()
-    # the root is gathered for the whole forward; freeing it just before backward gains nothing
-    fully_shard(
-        module,
-        mesh=mesh,
-        reshard_after_forward=False,
-        ignored_params=ignored,
-        mp_policy=precision.fsdp_policy(spec, is_root=True),
-        offload_policy=policy,
-    )
+    cut(module, ignored, is_root=True)
     torch_private.settle_root(module)
     _prepare(model)
     model.whole = WholeParts(model, world=world)
     return model, _replaced(model, places)
+
+
+def _left_whole(module: nn.Module, spec: ModelSpec) -> set[nn.Parameter]:
+    """Return what every rank holds whole: FSDP2 cuts no scalar, and nothing that is empty."""
+    uncut = {p for p in module.parameters() if p.ndim == 0 or p.numel() == 0}
+    return uncut | precision.kept_as_made(module, spec)
+
+
+def _be_as_rank_0(model: FsdpModel, world: World) -> None:
+    """Bring a model to the device, with rank 0's values and every parameter in one piece.
+
+    Collective: every rank must call this.
+    """
+    module = model.module
+    move(module, world.device)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    named = [(dotted, tensor) for dotted, tensor in named if not tensor.is_meta]
+    model.notes += build_as_rank_0(named, name=model.name, world=world)
+    for parameter in module.parameters():
+        if not parameter.is_meta and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _cutter(model: FsdpModel, world: World) -> Callable[..., None]:
+    """Return what gives modules to ``fully_shard`` as one unit."""
+    spec = model.spec
+    mesh = mesh_of(spec, world)
+    offload, notes = cpu_offload.policy(spec, world)
+    model.notes += notes
+
+    def cut(unit: Any, ignored: set[nn.Parameter], *, is_root: bool) -> None:
+        fully_shard(
+            unit,
+            mesh=mesh,
+            # the root is gathered for the whole forward; to free it before backward gains nothing
+            reshard_after_forward=not is_root and spec.strategy != "shard_grad_op",
+            ignored_params=ignored,
+            mp_policy=precision.fsdp_policy(spec, is_root=is_root),
+            offload_policy=offload,
+        )
+
+    return cut
 
 
 def _replaced(
