@@ -10,7 +10,7 @@ from plan_records import device, memory_plan, step_trace, strategy_plan
 from fsdp_magic.core.planning.advice import Advice, advice_for
 from fsdp_magic.core.planning.allocator import reserved_peak
 from fsdp_magic.core.planning.cards import Card
-from fsdp_magic.core.planning.ledger import Ledger, Phase
+from fsdp_magic.core.planning.ledger import Ledger, Phase, phase_at
 from fsdp_magic.core.planning.overlay import Setting
 from fsdp_magic.core.planning.peak_curve import PeakCurve
 from fsdp_magic.core.planning.peak_parts import OPTIMIZER
@@ -23,7 +23,6 @@ from fsdp_magic.core.planning.step_trace import (
     Size,
     TracedParameter,
 )
-from fsdp_magic.core.planning.timeline import phase_at
 from fsdp_magic.core.units import MIB, bytes_text
 
 ELEMENTS = 5 * 2**20
@@ -84,7 +83,7 @@ def test_a_phase_begins_with_its_first_entry() -> None:
     ledger.take(("a",), 1, "input")
     ledger.enter("forward")
     ledger.take(("b",), 1, "input")
-    assert (ledger.phase_of(0), ledger.phase_of(1)) == ("", "forward")
+    assert (ledger.phase_of(0), ledger.phase_of(1)) == ("the model", "forward")
 
 
 def test_a_timeline_is_of_the_size_asked_for() -> None:

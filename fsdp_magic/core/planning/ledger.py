@@ -102,7 +102,7 @@ class Ledger:
 
     def phase_of(self, entry: int) -> str:
         """Return the name of the phase that an entry is in."""
-        return next((p.name for p in reversed(self.phases) if p.entry <= entry), "")
+        return phase_at(self.phases, entry)
 
     def live_after(self, entry: int) -> Iterator[Entry]:
         """Yield what is held after an entry."""
@@ -118,3 +118,8 @@ class Ledger:
 def _change(entry: Entry, micro_batch_size: int) -> float:
     size = entry.size.at(micro_batch_size)
     return size if entry.taken else -size
+
+
+def phase_at(phases: tuple[Phase, ...] | list[Phase], entry: int) -> str:
+    """Return the phase that an entry is in; before the first one the model is built."""
+    return next((phase.name for phase in reversed(phases) if phase.entry <= entry), "the model")

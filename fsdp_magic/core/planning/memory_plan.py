@@ -18,7 +18,7 @@ from fsdp_magic.core.planning.roofline import Pace, pace_of
 from fsdp_magic.core.planning.step_trace import Kind, StepTrace
 from fsdp_magic.core.planning.strategies import ledger_of, overlay_of
 from fsdp_magic.core.planning.terms import Terms, terms_of
-from fsdp_magic.core.planning.timeline import Timeline, phase_at, timeline_of
+from fsdp_magic.core.planning.timeline import Timeline, timeline_of
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.wording import quoted
 
@@ -83,7 +83,7 @@ class StrategyPlan:
 
     def peak_phase(self, micro_batch_size: int) -> str:
         """Return the phase in which most is allocated: ``step 2: backward``."""
-        return phase_at(self.ledger.phases, self.curve.entry(micro_batch_size))
+        return self.ledger.phase_of(self.curve.entry(micro_batch_size))
 
     def kinds(self, micro_batch_size: int) -> dict[Kind, int]:
         """Return the bytes of each kind at the peak, the largest first."""

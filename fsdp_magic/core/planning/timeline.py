@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
-from fsdp_magic.core.planning.ledger import Ledger, Phase
+from fsdp_magic.core.planning.ledger import Ledger, Phase, phase_at
 from fsdp_magic.core.planning.step_trace import Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -58,11 +58,6 @@ class Timeline:
         """Return the bytes of each kind at a point, those that hold any."""
         sizes = zip(KINDS, self.points[point].held, strict=True)
         return {kind: round(size) for kind, size in sizes if round(size)}
-
-
-def phase_at(phases: tuple[Phase, ...] | list[Phase], entry: int) -> str:
-    """Return the phase that an entry is in; before the first one the model is built."""
-    return next((phase.name for phase in reversed(phases) if phase.entry <= entry), "the model")
 
 
 def timeline_of(
