@@ -8,8 +8,8 @@ from fsdp_magic.core.specs import TrainSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldRequest:
-    """Keep everything that steps change, to put it back after each that is tried.
+class RoomRequest:
+    """Say what there is room for.
 
     Attributes:
         spec: of the steps, with the data that they read.
@@ -19,7 +19,7 @@ class HoldRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldReport:
+class RoomReport:
     """What a rank has room for.
 
     Attributes:
@@ -34,3 +34,8 @@ class HoldReport:
     room_bytes: int
     capacity_bytes: int
     held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldRequest:
+    """Keep everything that steps change, to put it back after each that is tried."""

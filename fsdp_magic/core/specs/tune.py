@@ -113,9 +113,7 @@ class TuneSpec:
         """
         spec = last or TrainSpec()
         given: dict[str, Any] = {
-            name: value
-            for name in _OF_TRAINING
-            if (value := getattr(self, name)) is not None
+            name: value for name in _OF_TRAINING if (value := getattr(self, name)) is not None
         }
         if self.accumulate is not None:
             given["global_batch_size"] = None
