@@ -1,9 +1,9 @@
-"""The search for the largest size that fits: which to try next, given what was seen; pure.
+"""The search for a size: which to try next, given what was seen; pure.
 
-A plan proposes, and what was measured corrects it: by a ratio while one size was measured, then
-along a line. Sizes are tried until one fits and the next was seen not to. Where estimates were
-wrong twice the search trusts them no longer: it doubles until a size does not fit and halves what
-lies between.
+For the largest that fits a plan proposes, and what was measured corrects it: by a ratio while one
+size was measured, then along a line. Sizes are tried until one fits and the next was seen not to.
+Where estimates were wrong twice the search trusts them no longer: it doubles until a size does
+not fit and halves what lies between. The fastest is looked for from small sizes up.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ Predicted = Callable[[int], float]
 _TRUSTED_SURPRISES = 2
 _LIKE_A_SHIFT = 0.1
 """Up to this share a plan that is off lacks something constant; beyond it, it is off by a ratio."""
+_ALIKE = 0.02
+"""Rates that are this near each other are as good: the smaller size is taken."""
+_IN_VAIN, _HALVINGS = 2, 2
 _FARTHEST = 8
 """So many times the largest size that fits is tried next, where no plan goes that far."""
 
@@ -158,6 +161,63 @@ class LargestSearch:
     def _at_most(self, size: int) -> int:
         """Return the place of the largest size up to one; of the smallest if all are larger."""
         return max(0, bisect.bisect_right(self._sizes, size) - 1)
+
+
+class FastestSearch:
+    """Finds the size of most samples a second.
+
+    Sizes double until twice in a row that brought nothing, or one does not fit; then what lies
+    between is halved, twice at most, where the last doubling still brought something.
+
+    Args:
+        sizes: what may be tried, ascending.
+        first: where to begin.
+
+    Attributes:
+        rates: samples a second of the sizes that fit.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, first: int = 1) -> None:
+        self.rates: dict[int, float] = {}
+        self._sizes = sizes
+        self._first = first
+        self._low, self._high = -1, len(sizes)
+        self._in_vain = self._halvings = 0
+
+    @property
+    def fastest(self) -> int:
+        """The smallest size that is about as fast as any; 0: none fits."""
+        if not self.rates:
+            return 0
+        best = max(self.rates.values())
+        return min(size for size, rate in self.rates.items() if rate >= (1 - _ALIKE) * best)
+
+    def add(self, size: int, *, fits: bool, rate: float | None) -> None:
+        """Take what a size was like."""
+        index = bisect.bisect_left(self._sizes, size)
+        if not fits:
+            self._high = min(self._high, index)
+            self._low = min(self._low, self._high - 1)
+            return
+        best = max(self.rates.values(), default=0.0)
+        self.rates[size] = rate or 0.0
+        self._low = max(self._low, index)
+        self._in_vain = 0 if self.rates[size] > (1 + _ALIKE) * best else self._in_vain + 1
+
+    def next(self) -> int | None:
+        """Return what to try; None: larger sizes bring nothing, or none is left."""
+        low, high = self._low, self._high
+        if high - low <= 1 or self._in_vain >= _IN_VAIN:
+            return None
+        if high == len(self._sizes):
+            wanted = 2 * self._sizes[low] if low >= 0 else self._first
+            place = max(0, bisect.bisect_right(self._sizes, wanted) - 1)
+            return self._sizes[min(max(place, low + 1), high - 1)]
+        if low >= 0:
+            self._halvings += 1
+        if self._halvings > _HALVINGS or self._in_vain:
+            return None
+        return self._sizes[(low + high) // 2]
 
 
 def doubling_and_halving(answer: int) -> int:

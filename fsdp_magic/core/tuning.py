@@ -28,12 +28,14 @@ class RoomReport:
         room_bytes: what tensors may take on this rank's device, all that is held included.
         capacity_bytes: of the device, or of this rank's share of it.
         held_bytes: allocated before any step.
+        other_bytes: of those, what is neither parameter, gradient nor optimizer state.
     """
 
     most_samples: int | None
     room_bytes: int
     capacity_bytes: int
     held_bytes: int
+    other_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """ENGINE: a search for a micro-batch size: what its steps change, kept and put back.
 
-``room`` says how far a search can go. ``hold`` keeps everything that steps change, in host memory,
-so that no device has less room for it. ``compare`` then takes steps of one size after the other, on the models as they are, and each
-time everything is put back before it answers, however the steps ended. ``put_back`` lets go.
+``room`` says how far a search can go. ``hold`` keeps everything that steps change, in host
+memory, so that no device has less room for it. ``compare`` then takes steps of one size after the
+other, on the models as they are, and each time everything is put back before it answers, however
+the steps ended. ``put_back`` lets go.
 """
 
 from __future__ import annotations
@@ -93,12 +94,17 @@ def room(engine: State, request: RoomRequest) -> Reply:
             most_samples = _most_samples(engine, request.spec)
         finally:
             engine.position.back(mark)
-    memory = telemetry.memory()
+    models = engine.living_models()
+    memory = telemetry.MemoryWatch(
+        [p for model in models for p in model.module.parameters()],
+        list(reachable(engine.namespace, Optimizer).values()),
+    ).now()
     report = RoomReport(
         most_samples=most_samples,
         room_bytes=max(0, _room(engine, memory)),
         capacity_bytes=memory.capacity_bytes or 0,
         held_bytes=memory.allocated_bytes,
+        other_bytes=memory.activation_bytes,
     )
     return Reply(rank=engine.world.rank, report=report)
 

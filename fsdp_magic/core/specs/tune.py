@@ -22,7 +22,7 @@ MARGIN = 0.05
 class TuneSpec:
     """What is tuned, on which data; what is not given is as in the last training cell."""
 
-    most: int | None = option(
+    max: int | None = option(
         "--max",
         default=None,
         takes="N",
@@ -74,7 +74,7 @@ class TuneSpec:
     )
 
     def __post_init__(self) -> None:
-        at_least("--max", self.most, 1)
+        at_least("--max", self.max, 1)
         objective = str(self.objective).lower()
         choice("--objective", objective, get_args(Objective))
         object.__setattr__(self, "objective", objective)
