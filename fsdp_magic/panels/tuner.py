@@ -58,7 +58,7 @@ def html(view: TunerView) -> str:
         + strategies_html(view)
         + _strategy_title(view)
         + '<div style="display:flex;flex-wrap:wrap;gap:6px 16px">'
-        f'<div style="flex:3 1 350px;min-width:0">'
+        f'<div style="flex:2 1 350px;min-width:0">'
         f"{tuner_chart.html(view, as_image=_is_over(view))}</div>"
         f'<div style="flex:1 1 296px;min-width:0;min-height:{_ROWS_HEIGHT}px">'
         f"{measurements_html(view)}</div></div>" + notes_html(view.notes)
@@ -85,7 +85,8 @@ def text(view: TunerView) -> str:
 
 def _headline(view: TunerView) -> str:
     """Return the state, what the size means, and how long it took, in three boxes."""
-    sign, colour = _STATES[view.state]
+    found_nothing = view.state == "done" and not (view.pick or _best(view))
+    sign, colour = _STATES["failed" if found_nothing else view.state]
     product, cost = (escape(part) for part in _beside(view))
     state = escape(_state(view))
     cut = "min-width:0;overflow:hidden;text-overflow:ellipsis"

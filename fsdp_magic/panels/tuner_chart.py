@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fsdp_magic.core.units import bytes_text, count_text
-from fsdp_magic.panels.label_places import LABEL_HEIGHT, Point, Spot, place
+from fsdp_magic.panels.label_places import LABEL_HEIGHT, Point, Spot, place, text_width
 from fsdp_magic.panels.parts import NUMBERS, escape, image, muted, shortened
 from fsdp_magic.panels.tuner_picture import (
     HEIGHT,
@@ -56,7 +56,8 @@ def html(view: TunerView, *, as_image: bool) -> str:
     if as_image:
         style = f"display:block;width:100%;height:{HEIGHT}px;margin:0;max-width:none"
         drawing = image(drawing, alt=words(view), style=style)
-    caption = f"peak memory of the fullest rank, {memory.unit.name}"
+    unit = f", {memory.unit.name}" if memory.is_known else ""
+    caption = f"peak memory of the fullest rank{unit}"
     return (
         f'<div style="font-size:11px;{NUMBERS}"><div style="height:17px;line-height:14px">'
         f'{muted(caption)} </div><div style="display:flex">{_figures(view, memory)}'
@@ -117,16 +118,22 @@ def _figures(view: TunerView, memory: MemoryAxis) -> str:
 def _ticks(view: TunerView, sizes: SizeAxis) -> str:
     """Return the sizes under the picture, that of the pick strong, and what they are."""
     named = [size for size in (view.pick, view.trying) if size]
-    figures = "".join(
-        f'<span style="position:absolute;left:{sizes.left(size):.2f}%;width:60px;'
-        f'margin-left:-30px;top:{HEIGHT + 2}px;text-align:center;line-height:14px">'
-        f"{f'<b>{size:,} </b>' if size == view.pick else muted(f'{size:,} ')}</span>"
-        for size in sizes.ticks(named)
-    )
+    has_sizes = bool(view.probes or view.planned or named)
+    figures = "".join(_tick(size, view, sizes) for size in sizes.ticks(named) if has_sizes)
     name = "micro-batch size per rank" + (", logarithmic" if sizes.is_logarithmic else "")
     return (
         f'{figures}<span style="position:absolute;left:0px;width:100%;top:{HEIGHT + 17}px;'
         f'text-align:center;line-height:14px">{muted(name)} </span>'
+    )
+
+
+def _tick(size: int, view: TunerView, sizes: SizeAxis) -> str:
+    figure = f"<b>{size:,} </b>" if size == view.pick else muted(f"{size:,} ")
+    width = round(text_width(f"{size:,}")) + 6
+    return (
+        f'<span style="position:absolute;left:{sizes.left(size):.2f}%;width:{width}px;'
+        f"margin-left:{-width / 2:g}px;top:{HEIGHT + 2}px;text-align:center;line-height:14px;"
+        f'white-space:nowrap">{figure}</span>'
     )
 
 
@@ -151,6 +158,8 @@ def _labels(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> str:
         f'white-space:nowrap">{_strong(label)} </span>'
         for label, spot in zip(labels, spots, strict=True)
     )
+    if not memory.is_known:
+        spans = _centred("nothing is measured yet", MEMORY_HEIGHT / 2)
     return spans + _strip_label(view)
 
 
@@ -182,7 +191,7 @@ def _pick_label(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[_L
     if probe is None:
         return []
     at = mark(probe, sizes, memory)
-    return [_Label(pick_text(view), _beside(at, (4, 18, 32, 46, -30)), is_strong=True)]
+    return [_Label(pick_text(view), _beside(at, (4, 18, 32, 46, -30, -18, 60, 74)), is_strong=True)]
 
 
 def _probe_labels(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[_Label]:
@@ -229,9 +238,16 @@ def _strip_label(view: TunerView) -> str:
     name = "samples/s of all ranks" if known else "samples/s: none measured yet"
     if not known and view.state in ("done", "stopped", "failed"):
         name = "samples/s: none measured"
-    top = STRIP_TOP - 15 if known else STRIP_TOP + STRIP_HEIGHT / 2 - 7
-    side = "left:4px" if known else "left:0px;width:100%;text-align:center"
+    if not known:
+        return _centred(name, STRIP_TOP + STRIP_HEIGHT / 2 - 7)
     return (
-        f'<span style="position:absolute;{side};top:{top:.0f}px;line-height:14px">'
+        f'<span style="position:absolute;left:4px;top:{STRIP_TOP - 15}px;line-height:14px">'
         f"{muted(name)} </span>"
+    )
+
+
+def _centred(words: str, top: float) -> str:
+    return (
+        f'<span style="position:absolute;left:0px;width:100%;top:{top:.0f}px;text-align:center;'
+        f'line-height:14px">{muted(words)} </span>'
     )

@@ -57,10 +57,17 @@ class SizeAxis:
             named: sizes to have in any case, most important first, as far as there is room.
         """
         chosen: list[int] = []
-        for size in [*named, *self._round()]:
+        for size in [*named, *filter(self._is_inside, self._round())]:
             if all(self._are_apart(size, other) for other in chosen):
                 chosen.append(size)
         return sorted(chosen)
+
+    def _have_room(self, sizes: Sequence[int]) -> bool:
+        return all(self._are_apart(one, other) for one, other in pairwise(sizes))
+
+    def _is_inside(self, size: int) -> bool:
+        """Return whether the figure of a size ends within the picture."""
+        return (100 - self.left(size)) * NARROW / 100 > text_width(f"{size:,}") / 2
 
     def _are_apart(self, size: int, other: int) -> bool:
         widths = text_width(f"{size:,}") + text_width(f"{other:,}")
@@ -70,10 +77,8 @@ class SizeAxis:
         """Return round sizes within the axis: as many as have room beside each other."""
         if self.is_logarithmic:
             powers = range(max(0, math.ceil(math.log2(self.first))), int(math.log2(self.last)) + 1)
-            every = 1
-            while not self._are_apart(2 ** powers[0], 2 ** (powers[0] + every)):
-                every += 1
-            return [2**power for power in powers if not (power - powers[0]) % every]
+            every = next(n for n in range(1, 64) if self._have_room([2**p for p in powers][::n]))
+            return [2**power for power in powers[::every]]
         step = next(
             step
             for step in _round_steps()
@@ -91,11 +96,13 @@ class MemoryAxis:
         top_bytes: at its upper end.
         unit: of its figures.
         capacity_bytes: where the capacity is drawn; None: it is not known, or far above.
+        is_known: whether anything says how much memory is spoken of.
     """
 
     top_bytes: float
     unit: MemoryUnit
     capacity_bytes: int | None
+    is_known: bool = True
 
     def top(self, count: float) -> float:
         """Return where a number of bytes is, in pixels from the upper end; never outside."""
@@ -103,6 +110,8 @@ class MemoryAxis:
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return round sizes in bytes with their figures, from 0 on."""
+        if not self.is_known:
+            return []
         size, most = self.unit.size, self.top_bytes / self.unit.size
         step = 10.0 ** math.floor(math.log10(most / 4))
         step = next(step * n for n in (1, 2, 5, 10) if most / (step * n) <= 5.2)
@@ -134,7 +143,10 @@ def memory_axis(view: TunerView) -> MemoryAxis:
     reach = max(capacity or 0, *peaks, 0) if capacity else highest
     unit = memory_unit([capacity or highest or None])
     return MemoryAxis(
-        top_bytes=_HEADROOM * (reach or unit.size), unit=unit, capacity_bytes=capacity
+        top_bytes=_HEADROOM * (reach or unit.size),
+        unit=unit,
+        capacity_bytes=capacity,
+        is_known=reach > 0,
     )
 
 

