@@ -58,7 +58,7 @@ def html(view: TunerView) -> str:
         + strategies_html(view)
         + _strategy_title(view)
         + '<div style="display:flex;flex-wrap:wrap;gap:6px 16px">'
-        f'<div style="flex:2 1 350px;min-width:0">'
+        f'<div style="flex:2 1 330px;min-width:0">'
         f"{tuner_chart.html(view, as_image=_is_over(view))}</div>"
         f'<div style="flex:1 1 296px;min-width:0;min-height:{_ROWS_HEIGHT}px">'
         f"{measurements_html(view)}</div></div>" + notes_html(view.notes)
@@ -89,7 +89,7 @@ def _headline(view: TunerView) -> str:
     sign, colour = _STATES["failed" if found_nothing else view.state]
     product, cost = (escape(part) for part in _beside(view))
     state = escape(_state(view))
-    cut = "min-width:0;overflow:hidden;text-overflow:ellipsis"
+    cut = "min-width:0;min-height:19px;overflow:hidden;text-overflow:ellipsis"
     return (
         f'<div style="display:flex;flex-wrap:wrap;gap:0px 12px;white-space:nowrap;{NUMBERS}">'
         f'<div title="{state}" style="flex:1 1 305px;{cut}"><b>Batch size </b> '

@@ -152,7 +152,8 @@ def _labels(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> str:
     now = trying_mark(view, sizes, memory)
     marks = [mark(probe, sizes, memory) for probe in view.probes]
     marks += [now] if now is not None else []
-    spots = place([(label.text, label.spots) for label in labels], marks=marks, lines=line)
+    lines = [*line, *_drop(view, sizes, memory)]
+    spots = place([(label.text, label.spots) for label in labels], marks=marks, lines=lines)
     spans = "".join(
         f'<span style="position:absolute;{spot.style};line-height:{LABEL_HEIGHT}px;'
         f'white-space:nowrap">{_strong(label)} </span>'
@@ -161,6 +162,15 @@ def _labels(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> str:
     if not memory.is_known:
         spans = _centred("nothing is measured yet", MEMORY_HEIGHT / 2)
     return spans + _strip_label(view)
+
+
+def _drop(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[Point]:
+    """Return points along the line from the pick down to its size."""
+    probe = picked(view)
+    if probe is None:
+        return []
+    left, top = mark(probe, sizes, memory)
+    return [Point(left, top + down) for down in range(8, int(MEMORY_HEIGHT - top), 6)]
 
 
 def _strong(label: _Label) -> str:

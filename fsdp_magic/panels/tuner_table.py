@@ -80,7 +80,7 @@ def _probe_html(each: ProbeView, view: TunerView, unit: MemoryUnit) -> str:
     return row(
         number_cell(f"<b>{size}</b>" if is_pick else size, style=FIRST)
         + "".join(map(number_cell, rest))
-        + cell(f"{icon(sign, colour)} {escape(word)}", style=f"{_WRAPS}min-width:72px")
+        + cell(f"{icon(sign, colour)} {escape(word)}", style=f"{_WRAPS}min-width:64px")
     )
 
 
@@ -130,7 +130,7 @@ def strategies_html(view: TunerView) -> str:
         head_cell("strategy", style=FIRST)
         + head_cell("largest micro-batch" if _wants_most(view) else "fastest", style=_WRAPS)
         + head_cell(
-            _stacking("samples/step", "samples/s", f"peak,&nbsp;{unit.name}"),
+            _stacking("samples/<wbr>step", "samples/s", f"peak,&nbsp;{unit.name}"),
             right=True,
             style=_WRAPS,
         )
@@ -249,7 +249,7 @@ def _probes(each: TunedRow) -> str:
 
 def _stacking(*columns: str) -> str:
     """Return columns as HTML that stand below each other on a narrow page."""
-    style = "display:inline-block;min-width:58px;padding-left:2px;text-align:right"
+    style = "display:inline-block;min-width:56px;padding-left:2px;text-align:right"
     return " ".join(f'<span style="{style}">{each}</span>' for each in columns)
 
 

@@ -177,7 +177,7 @@ class _Inks(HTMLParser):
             colour = found[1]
         if found := re.search(r"font-size:([.\d]+)px", style):
             size = float(found[1])
-        if tag != "img":
+        if tag not in ("img", "wbr"):
             self._inks.append((opacity, colour, size))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
