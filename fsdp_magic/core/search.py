@@ -83,6 +83,13 @@ class LargestSearch:
         """Whether a size was seen not to fit."""
         return self._high < len(self._sizes)
 
+    def expected(self) -> Predicted | None:
+        """Return what is expected of any size, after what was tried; None: nothing is known."""
+        measured = sorted((t.size, t.peak) for t in self.tried if t.peak is not None)
+        if not measured and self._predicted is None:
+            return None
+        return self._estimate([(size, peak) for size, peak in measured if peak is not None])
+
     def add(self, tried: Tried) -> None:
         """Take what a size was like."""
         self.tried.append(tried)
@@ -125,10 +132,9 @@ class LargestSearch:
 
     def _border(self) -> int | None:
         """Return the place of the last size that is estimated to fit; None: nothing is known."""
-        measured = sorted((t.size, t.peak) for t in self.tried if t.peak is not None)
-        if not measured and (self._predicted is None or self.tried):
+        estimate = self.expected()
+        if estimate is None or (self.tried and all(t.peak is None for t in self.tried)):
             return None
-        estimate = self._estimate([(size, peak) for size, peak in measured if peak is not None])
         low, high = self._low, self._high
         if self._predicted is None and low >= 0:
             high = min(high, self._at_most(_FARTHEST * self.largest) + 1)

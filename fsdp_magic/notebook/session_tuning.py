@@ -105,6 +105,8 @@ class Tuning(Planning):
                 self._history.last_frame = tuned.last_frame
                 if show:
                     display.mark_shown(tuned)
+        if show:
+            tuned.show_slider()
         return tuned
 
     def _tried(self, spec: TuneSpec, code: str | None, name: str) -> TrainRequest:
