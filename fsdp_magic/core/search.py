@@ -87,7 +87,7 @@ class LargestSearch:
         self._first = first
         self._low, self._high = 0, len(sizes) + 1
         self._misses = 0
-        self._expected: bool | None = None
+        self._is_to_fit: bool | None = None
         self._is_said_to_be_last = False
 
     @property
@@ -112,16 +112,16 @@ class LargestSearch:
         else:
             self._high = min(self._high, place)
             self._low = min(self._low, self._high - 1)
-        if self._expected is not None and self._expected != tried.fits:
+        if self._is_to_fit is not None and self._is_to_fit != tried.fits:
             self._misses += 1
-        self._is_said_to_be_last = self._expected is True and tried.fits
+        self._is_said_to_be_last = self._is_to_fit is True and tried.fits
 
     def next(self) -> int | None:
         """Return what to try; None: the largest is known, and the next one was seen not to fit."""
         low, high = self._low, self._high
         if high - low <= 1:
             return None
-        self._expected = None
+        self._is_to_fit = None
         estimated = self._estimated()
         places = [] if estimated is None else [estimated]
         if self._high <= len(self._sizes) and low:
@@ -129,7 +129,7 @@ class LargestSearch:
         for place in (min(max(place, low + 1), high - 1) for place in places):
             if self._is_affordable(place):
                 break
-            self._expected = None
+            self._is_to_fit = None
         else:
             place = _doubled_or_halved(low, high, len(self._sizes))
         return self._sizes[place - 1]
@@ -149,13 +149,14 @@ class LargestSearch:
         farthest = self._at_most(_FARTHEST * self.largest)
         if self._predicted is None and self._low and farthest < border:
             return farthest
-        self._expected = border > self._low
-        return border if self._expected else self._low + 1
+        self._is_to_fit = border > self._low
+        return border if self._is_to_fit else self._low + 1
 
     def _border(self) -> int | None:
         """Return the place of the last size that is estimated to fit; None: nothing is known."""
+        measured = sorted((t.size, t.peak) for t in self.tried if t.peak is not None)
         estimate = self.expected()
-        if estimate is None or (self.tried and all(t.peak is None for t in self.tried)):
+        if estimate is None or (self.tried and not measured):
             return None
         low, high = self._low, self._high
         while high - low > 1:  # estimates grow with the size

@@ -24,6 +24,7 @@ class Tuned:
         world_size: ranks.
         names: of the strategies to come.
         is_table: whether strategies were asked for.
+        is_endless: whether neither the data nor anybody says where sizes end.
         use: makes a size the default of the next training cell; raises a ``UsageError`` if it
             cannot.
 
@@ -47,6 +48,7 @@ class Tuned:
         world_size: int,
         names: Iterable[str],
         is_table: bool,
+        is_endless: bool,
         use: Callable[[int], None],
     ) -> None:
         self.objective: Objective = objective
@@ -63,6 +65,7 @@ class Tuned:
         self.trying: int | None = None
         self.last_frame: tuple[str, str] = ("", "")
         self._is_table = is_table
+        self._is_endless = is_endless
         self._use = use
 
     @property
@@ -149,7 +152,7 @@ class Tuned:
             capacity_bytes=self.room_bytes,
             margin=self.margin,
             pick=None if shown is None else shown.micro_batch_size or _largest(shown),
-            most=self.most,
+            most=None if shown is None or self._is_endless else shown.sizes[-1],
             accumulate=1 if shown is None else shown.accumulate,
             ranks=self.world_size,
             ended_by="" if shown is None else shown.reason,
