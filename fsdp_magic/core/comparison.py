@@ -1,4 +1,4 @@
-"""What ranks are asked and report in a comparison of strategies; data only, pure."""
+"""What ranks are asked and report where steps are measured and taken back; data only, pure."""
 
 from __future__ import annotations
 
@@ -39,19 +39,21 @@ class PutBackRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRequest:
-    """Train under one strategy, from the weights that were set aside.
+    """Take steps, from the weights that were kept, and have those back afterwards.
 
     Attributes:
         code: the training cell.
         name: its file name in tracebacks.
         spec: its options, with the steps to take: those that warm up, and those measured.
-        variant: how the models are spread.
+        variant: how the models are spread that were set aside; None: they are as they are.
+        room_bytes: that may be allocated, where nothing else sets a bound; None: nothing does.
     """
 
     code: str
     name: str
     spec: TrainSpec
-    variant: Variant
+    variant: Variant | None
+    room_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,12 @@ def option(
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
+def again(spec: type[Any], name: str) -> Any:
+    """Return a field with the option of another spec, whose default means that it is not given."""
+    (field,) = (each for each in dataclasses.fields(spec) if each.name == name)
+    return dataclasses.field(default=None, metadata=dict(field.metadata))
+
+
 def options_of(spec: type[Any]) -> dict[str, Option]:
     """Return the options of a spec by field name, in the order that a person reads them.
 

@@ -14,6 +14,7 @@ from fsdp_magic.core.comparison import CompareRequest, PutBackRequest, SetAsideR
 from fsdp_magic.core.completion import CompleteRequest
 from fsdp_magic.core.recovery import RestoreRequest
 from fsdp_magic.core.specs import EvalSpec, ModelSpec, TrainSpec
+from fsdp_magic.core.tuning import HoldRequest, RoomRequest
 
 CALL_NAME = "_fsdp_magic_call"
 """The name under which an engine offers ``verbs.call``; the kernel ships this name, no code."""
@@ -221,6 +222,8 @@ Request = (
     | RecoverRequest
     | RestoreRequest
     | SetAsideRequest
+    | RoomRequest
+    | HoldRequest
     | CompareRequest
     | PutBackRequest
 )

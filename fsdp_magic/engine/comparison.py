@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.reply import Reply
 from fsdp_magic.core.specs import ModelSpec
-from fsdp_magic.engine import cells, modeling, randomness
+from fsdp_magic.engine import cells, memory_limit, modeling, randomness, telemetry
 from fsdp_magic.engine.interrupts import INTERRUPTS
 from fsdp_magic.engine.measurement import Measurement, idle_bytes
 from fsdp_magic.engine.optimizer_steps import STEPS
@@ -81,6 +81,7 @@ class Comparison:
         self._rest = Snapshot(modules, (), (), schedulers, without=own)
         self._random = randomness.capture()
         self._training = engine.randomness.state
+        self._scaler = engine.scaler.state_dict()
         self._mark: Mark = engine.position.mark()
 
     @property
@@ -101,6 +102,7 @@ class Comparison:
         Collective: every rank must call this.
         """
         engine, world = self._engine, self._engine.world
+        assert request.variant is not None
         gc.collect()  # modules and what spread them before hold themselves in cycles
         try:
             for name, module in self._aside.plain().items():
@@ -134,6 +136,7 @@ class Comparison:
         self._rest.restore()
         randomness.restore(self._random)
         self._engine.randomness.state = self._training
+        self._engine.scaler.load_state_dict(self._scaler)
         self._engine.position.back(self._mark)
 
 
@@ -182,16 +185,28 @@ def _measured(engine: State, request: CompareRequest) -> CompareReport:
 
     Collective: every rank must call this.
     """
-    comparison = engine.comparison
-    assert isinstance(comparison, Comparison)
+    kept = engine.comparison
+    assert kept is not None
     asked = TrainRequest(code=request.code, name=request.name, run_id=_NO_RUN, spec=request.spec)
     run = TrainingRun(asked, world=engine.world, names=engine.names, handle=engine.handle)
     measurement = Measurement(run, engine.world.device)
     values = {**engine.names_of_cells(), **run.names()}
     with engine.training_cell(values, code=request.code, kept=False, tick=measurement.tick):
         cell = cells.compile_training_cell(request.code, request.name, shell=engine.shell)
-        with comparison.spread_by(request), _unbound(cell.assigned, engine.namespace), run:
+        with (
+            kept.spread_by(request),
+            _unbound(cell.assigned, engine.namespace),
+            _room_for(request, engine),
+            run,
+        ):
             return measurement.made(cell, engine)
+
+
+def _room_for(request: CompareRequest, engine: State) -> AbstractContextManager[None]:
+    """Return what refuses memory beyond the room that was given, on a CPU."""
+    if request.room_bytes is None or engine.world.device.type != "cpu":
+        return nullcontext()
+    return memory_limit.room_for(request.room_bytes - telemetry.memory().allocated_bytes)
 
 
 @contextmanager

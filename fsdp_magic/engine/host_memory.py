@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fsdp_magic.engine.world import World
 
 _ALIGNMENT = 64
+_SMALL_BYTES = 64 * 1024
 
 
 class ParkedStorages:
@@ -82,6 +83,14 @@ class WholeTensors:
             return torch.empty(shape, dtype=dtype)
         offset, count = self._offsets[key], shape.numel()
         return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=count).view(shape)
+
+
+def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor that takes nothing from its device, nor from a limit."""
+    if tensor.nbytes < _SMALL_BYTES:
+        return tensor.detach().to("cpu", copy=True)
+    kept = shared_bytes(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return kept.copy_(tensor.detach())
 
 
 def shared_bytes(size: int) -> torch.Tensor:

@@ -40,10 +40,26 @@ def limited() -> Iterator[None]:
     if not _LIMIT:
         yield
         return
+    with _refused_beyond(_LIMIT[0]):
+        yield
+
+
+@contextmanager
+def room_for(more_bytes: int) -> Iterator[None]:
+    """Let this process take so many bytes more inside; a limit that is set stays what it is."""
+    if _LIMIT:
+        yield
+        return
+    with _refused_beyond(_data_bytes() + more_bytes + _OWN_BYTES):
+        yield
+
+
+@contextmanager
+def _refused_beyond(data_bytes: int) -> Iterator[None]:
     import resource  # here: plans are made on systems without it, too
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (_LIMIT[0], hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, hard))
     try:
         yield
     finally:

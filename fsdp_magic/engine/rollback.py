@@ -8,9 +8,10 @@ everything: its ``Snapshot`` is a copy of this rank's part of it, in memory on t
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_magic.engine import randomness
+from fsdp_magic.engine.host_memory import copied_to_host
 
 _SMALL_BYTES = 64 * 1024
 """Buffers up to this size are kept before every step, whether they are known to move or not."""
@@ -135,6 +137,7 @@ class Snapshot:
         optimizers: whose state and hyperparameters are kept.
         schedulers: whose state is kept.
         without: ids of parameters of the modules that are not kept.
+        on_host: whether copies lie in host memory, which takes nothing from the device.
     """
 
     def __init__(
@@ -145,71 +148,122 @@ class Snapshot:
         schedulers: Iterable[LRScheduler],
         *,
         without: Collection[int] = (),
+        on_host: bool = False,
     ) -> None:
+        copied = copied_to_host if on_host else _cloned
         self._modules = list(modules)
         tensors = {id(p): p for p in parameters}
         for module in self._modules:
             tensors |= {id(p): p for p in module.parameters() if id(p) not in without}
-        self._parameters = [(each, _copy(each), _gradient(each)) for each in tensors.values()]
+        self._parameters = [_Parameter(each, copied) for each in tensors.values()]
         self._buffers = _buffers_of(self._modules)
         self._modes = [(m, m.training) for module in self._modules for m in module.modules()]
-        self._optimizers = [(each, _state_of(each)) for each in optimizers]
+        self._optimizers = [_Optimizer(each, copied) for each in optimizers]
         self._schedulers = [(each, copy.deepcopy(each.state_dict())) for each in schedulers]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        for tensor, content, gradient in self._parameters:
-            _local(tensor).copy_(content)
-            tensor.grad = gradient
-        for each in self._buffers:
-            each.put_back()
+        for parameter in self._parameters:
+            parameter.put_back()
+        for buffer in self._buffers:
+            buffer.put_back()
         for module, mode in self._modes:
             module.training = mode
-        for optimizer, (groups, state) in self._optimizers:
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                _put_back(group, values)
-            optimizer.state.clear()
-            optimizer.state.update(state)
+        for optimizer in self._optimizers:
+            optimizer.put_back()
         for scheduler, scheduler_state in self._schedulers:
             scheduler.load_state_dict(scheduler_state)
+
+
+Copied = Callable[[torch.Tensor], torch.Tensor]
+"""Makes the copy of a local tensor that is kept."""
+
+
+class _Parameter:
+    """A parameter and its gradient as they were."""
+
+    def __init__(self, parameter: torch.Tensor, copied: Copied) -> None:
+        self._parameter = parameter
+        self._content = copied(_local(parameter))
+        gradient = parameter.grad
+        self._gradient = None if gradient is None else copied(_local(gradient))
+        self._spread = _spread_as(gradient) if isinstance(gradient, DTensor) else None
+
+    def put_back(self) -> None:
+        """Have both as they were."""
+        local = _local(self._parameter)
+        local.copy_(self._content)
+        self._parameter.grad = None
+        if self._gradient is None:
+            return
+        gradient = self._gradient.to(local.device, copy=True)
+        if self._spread is not None:
+            gradient = self._spread(gradient)
+        self._parameter.grad = gradient
+
+
+class _Optimizer:
+    """An optimizer's hyperparameters and state as they were; every tensor stays the one it is."""
+
+    def __init__(self, optimizer: Optimizer, copied: Copied) -> None:
+        self._optimizer = optimizer
+        self._groups = [
+            {name: _kept(value, copied) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._state = [
+            (parameter, state, _kept(state, copied)) for parameter, state in optimizer.state.items()
+        ]
+
+    def put_back(self) -> None:
+        """Have both as they were."""
+        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update({name: value() for name, value in values.items()})
+        self._optimizer.state.clear()
+        for parameter, state, kept in self._state:
+            content = kept()
+            if isinstance(state, dict):
+                state.clear()
+                state.update(content)
+                content = state
+            self._optimizer.state[parameter] = content
+
+
+def _spread_as(tensor: DTensor) -> Callable[[torch.Tensor], DTensor]:
+    """Return what makes a local tensor a part of one that is spread as this one is."""
+    return partial(
+        DTensor.from_local,
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _kept(value: Any, copied: Copied) -> Callable[[], Any]:
+    """Keep a value, and return what makes it what it was."""
+    if isinstance(value, torch.Tensor):
+        content = copied(_local(value))
+
+        def put_back() -> torch.Tensor:
+            _local(value).copy_(content)
+            return value
+
+        return put_back
+    if isinstance(value, dict):
+        items = {key: _kept(item, copied) for key, item in value.items()}
+        return lambda: {key: item() for key, item in items.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_kept(item, copied) for item in value]
+        return lambda: type(value)(part() for part in parts)
+    return lambda: value
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return _local(tensor).detach().clone()
-
-
-def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    return None if tensor.grad is None else tensor.grad.detach().clone()
-
-
-def _state_of(optimizer: Optimizer) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
-    """Return copies of an optimizer's hyperparameters and state, keyed by its own parameters."""
-    groups = [
-        {name: _copied(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    return groups, {key: _copied(value) for key, value in optimizer.state.items()}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return value
-
-
-def _put_back(group: dict[str, Any], kept: dict[str, Any]) -> None:
-    """Put a group's hyperparameters back; a learning rate held in a tensor stays that tensor."""
-    for name, value in kept.items():
-        if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
-            group[name].copy_(value)
-        else:
-            group[name] = value
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()

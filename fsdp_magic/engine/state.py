@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
+from fsdp_magic.core.comparison import CompareRequest
 from fsdp_magic.core.reply import Failure
 from fsdp_magic.engine import cells, out_of_memory, randomness
 from fsdp_magic.engine.cell_events import CellEvents
@@ -37,7 +38,10 @@ from fsdp_magic.engine.world import World
 
 
 class PutsBack(Protocol):
-    """What has set models aside."""
+    """What keeps everything as it was, while steps are taken that must not last."""
+
+    def spread_by(self, request: CompareRequest) -> AbstractContextManager[Any]:
+        """Have the models inside as a request wants them."""
 
     def put_back(self) -> None:
         """Have everything as it was."""

@@ -57,6 +57,7 @@ from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.recovery import recover, restore
 from fsdp_magic.engine.state import State
 from fsdp_magic.engine.status import rank_status
+from fsdp_magic.engine.tuning import hold, room
 from fsdp_magic.engine.variables import number, pull, push
 from fsdp_magic.engine.weights import Weighing
 from fsdp_magic.engine.world import World
@@ -302,9 +303,11 @@ VERBS: dict[str, Callable[[Engine, Any], Reply]] = {
     "recover": recover,
     "restore": restore,
     "set_aside": set_aside,
+    "room": room,
+    "hold": hold,
     "compare": compare,
     "put_back": put_back,
     "built": built,
     "plan": plan,
 }
-_WITHIN_COMPARISON = ("set_aside", "compare", "put_back", "recover", "restore")
+_WITHIN_COMPARISON = ("compare", "put_back", "recover", "restore")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 from fsdp_magic.core.comparison import (
     WARM_UP_STEPS,
@@ -46,7 +47,7 @@ def compare_on(
     """
     drawn = display.Panel()
     everybody = range(world_size)
-    with _set_aside(engines, everybody) as aside:
+    with set_aside(engines, everybody) as aside:
         built, on_host = aside.specs, aside.ranks_on_host
         variants = spec.variants(built, world_size=world_size, ranks_on_host=on_host)
         comparison = Comparison(variants, built, steps=spec.steps, world_size=world_size)
@@ -63,12 +64,26 @@ def compare_on(
     return comparison
 
 
-@contextmanager
-def _set_aside(engines: Engines, ranks: Iterable[int]) -> Iterator[SetAsideReport]:
+def set_aside(engines: Engines, ranks: Iterable[int]) -> AbstractContextManager[SetAsideReport]:
     """Have the models set aside inside, and everything as before afterwards."""
+    return kept(engines, "set_aside", dict.fromkeys(ranks, SetAsideRequest()))
+
+
+@contextmanager
+def kept(engines: Engines, verb: str, requests: Mapping[int, Any]) -> Iterator[Any]:
+    """Have ranks keep what steps change inside, and everything as before afterwards.
+
+    Args:
+        engines: to ask.
+        verb: how they keep it: ``set_aside`` or ``hold``.
+        requests: of that verb, by rank.
+
+    Yields:
+        The report of rank 0.
+    """
+    ranks = list(requests)
     try:
-        asked = dict.fromkeys(ranks, SetAsideRequest())
-        replies, _ = engines.ask("set_aside", asked, screen=Nowhere())
+        replies, _ = engines.ask(verb, requests, screen=Nowhere())
         yield replies[0].report
     finally:
         if engines.broken is None:
@@ -102,11 +117,7 @@ def _compared(engines: Engines, requests: dict[int, CompareRequest], name: str) 
             raise
         return Compared(name=name, failure=str(error).splitlines()[0])
     reports: list[CompareReport] = [replies[rank].report for rank in sorted(replies)]
-    run = Run(run_id=0, world_size=len(reports), accumulate=spec.accumulate)
-    run.finish([report.run for report in reports])
-    count = min(report.measured_steps for report in reports)
-    seconds = max((r.seconds for r in reports if r.seconds is not None), default=None)
-    per_step = None if seconds is None or not count else seconds / count
+    run, per_step = measured(reports, accumulate=spec.accumulate)
     samples = run.samples_per_step
     idle_bytes = tuple(report.idle_bytes for report in reports)
     return Compared(
@@ -124,6 +135,15 @@ def _compared(engines: Engines, requests: dict[int, CompareRequest], name: str) 
         ),
         idle_bytes=idle_bytes,
     )
+
+
+def measured(reports: Sequence[CompareReport], *, accumulate: int) -> tuple[Run, float | None]:
+    """Return what the ranks' steps were as one run, and the seconds of one that was measured."""
+    run = Run(run_id=0, world_size=len(reports), accumulate=accumulate)
+    run.finish([report.run for report in reports])
+    count = min(report.measured_steps for report in reports)
+    seconds = max((r.seconds for r in reports if r.seconds is not None), default=None)
+    return run, None if seconds is None or not count else seconds / count
 
 
 def _beyond(idle_bytes: int, memory: MemorySample) -> MemorySample:

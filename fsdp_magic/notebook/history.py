@@ -41,6 +41,32 @@ class History:
         self.snapshots_wait = False
         self._models: tuple[str, ...] = ()
         self.lost_models: tuple[str, ...] = ()
+        self._tuned: tuple[str | None, int] | None = None
+
+    def use(self, data: str | None, micro_batch_size: int) -> None:
+        """Take a size that was found for data as the default of training cells that read them."""
+        self._tuned = (data, micro_batch_size)
+
+    def sized(self, spec: TrainSpec, *, ranks: int) -> tuple[TrainSpec, str]:
+        """Return what a run is asked for with the micro-batch size that was found for its data.
+
+        Args:
+            spec: as typed.
+            ranks: that share the data.
+
+        Returns:
+            The options, and what to say of them; nothing: the size is as typed.
+        """
+        if self._tuned is None or spec.micro_batch_size or spec.tokens_per_batch:
+            return spec, ""
+        data, size = self._tuned
+        if spec.data is None or spec.data != data:
+            return spec, ""
+        if spec.global_batch_size is not None:  # of which it must be a part
+            share = spec.global_batch_size // (ranks if spec.data_sharding == "auto" else 1)
+            size = max((b for b in range(1, min(size, share) + 1) if share % b == 0), default=size)
+        note = f"the micro-batch size is {size:,}, as %fsdp_tune found; --micro-batch-size sets it"
+        return replace(spec, micro_batch_size=size), note
 
     def begin(self, *, world_size: int, accumulate: int) -> Run:
         """Return a new run."""
@@ -71,7 +97,7 @@ class History:
 
     def start_anew(self) -> None:
         """Forget what could be resumed: a new model starts at step 0."""
-        self._newest = None
+        self._newest = self._tuned = None
         self.forget_snapshots()
 
     def forget_snapshots(self) -> None:
@@ -135,7 +161,7 @@ class History:
             self.forget_snapshots()
         self.lost_models = tuple(dict.fromkeys((*self.lost_models, *self._models)))
         self._models = ()
-        self._newest = self.evaluation = self.training = self.last_frame = None
+        self._newest = self.evaluation = self.training = self.last_frame = self._tuned = None
 
     def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:
         """Return what ``--eval-every`` runs; None: nothing, or the training cell itself.

@@ -130,6 +130,10 @@ class Inspection(Lifetime):
         )
         return found
 
+    def _name(self, magic: str) -> str:
+        """Return a file name for code that is not of a cell, so that each keeps its own lines."""
+        return f"<%%{magic} [run {next(self._names)}]>"
+
     def _everywhere(self, request: Any) -> dict[int, Any]:
         return dict.fromkeys(range(self.world_size), request)
 

@@ -24,6 +24,7 @@ from fsdp_magic.core.specs import (
     RunSpec,
     ShardsSpec,
     TrainSpec,
+    TuneSpec,
 )
 from fsdp_magic.core.wording import as_typed, quoted
 from fsdp_magic.notebook import display, planning, px, sessions
@@ -33,6 +34,7 @@ from fsdp_magic.notebook.help import magic_help
 from fsdp_magic.notebook.options import parse
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.session import Session
+from fsdp_magic.notebook.tuned import Tuned
 
 
 @magics_class
@@ -97,6 +99,18 @@ class FsdpMagics(Magics):
         session = self._session()
         spec = parse(line, CompareSpec, magic="%fsdp_compare", numbers=session.number)
         return session.compare_from(spec)
+
+    @line_cell_magic
+    def fsdp_tune(self, line: str, cell: str | None = None) -> Tuned | None:
+        """Find the micro-batch size by running it; without a cell, of the last training cell."""
+        session = self._session()
+        magic = "%fsdp_tune" if cell is None else "%%fsdp_tune"
+        spec = parse(line, TuneSpec, magic=magic, numbers=session.number)
+        tuned = session.tune_from(spec, cell, name=self._name("fsdp_tune"))
+        if spec.output is None:
+            return tuned
+        self._variables[spec.output] = tuned
+        return None
 
     @line_cell_magic
     def fsdp_plan(self, line: str, cell: str | None = None) -> planning.Plan | None:

@@ -23,13 +23,13 @@ from fsdp_magic.notebook.outcomes import outputs
 from fsdp_magic.notebook.results import show_results
 from fsdp_magic.notebook.run import Run
 from fsdp_magic.notebook.screen import Nowhere, Page, Screen
-from fsdp_magic.notebook.session_planning import Planning
+from fsdp_magic.notebook.session_tuning import Tuning
 from fsdp_magic.notebook.torn_steps import restored_notes
 from fsdp_magic.notebook.training import train_on
 from fsdp_magic.panels import mosaic
 
 
-class Session(Planning):
+class Session(Tuning):
     """Engines that run cells, shard models and train them.
 
     Every verb blocks, and is called from one thread. In a notebook a verb shows its panel unless
@@ -159,10 +159,10 @@ class Session(Planning):
         evaluation = self._history.evaluation_for(spec)
         weights = self.engines.weights
         back_at = weights.back_at
+        spec, sized = self._history.sized(spec, ranks=self.world_size)
         asked, steps_left = self._history.resumed(spec, back_at=back_at)
         run = self._history.begin(world_size=self.world_size, accumulate=spec.accumulate)
-        if self._history.snapshot_note:
-            run.notes.append(self._history.snapshot_note)
+        run.notes += filter(None, (sized, self._history.snapshot_note))
         if asked.snapshot_every is not None:
             self._history.begin_snapshots(run)
         request = TrainRequest(
@@ -257,10 +257,6 @@ class Session(Planning):
     def push(self, **variables: Any) -> None:
         """Bind variables on every rank."""
         variables_of.push(self.engines, variables, world_size=self.world_size)
-
-    def _name(self, magic: str) -> str:
-        """Return a file name for code that is not of a cell, so that each keeps its own lines."""
-        return f"<%%{magic} [run {next(self._names)}]>"
 
 
 def _screen(show: bool) -> Screen:

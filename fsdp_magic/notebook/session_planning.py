@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.planning.device import Device, cpu_engine
 from fsdp_magic.core.planning.requests import BuiltReport, BuiltRequest, PlanRequest, TraceFailed
 from fsdp_magic.core.protocol import TrainRequest
-from fsdp_magic.core.specs import PlanSpec
+from fsdp_magic.core.specs import ModelSpec, PlanSpec
 from fsdp_magic.core.specs.plan import GPU_MEMORY, RANKS_ON_HOST
 from fsdp_magic.core.units import GIB
 from fsdp_magic.notebook import planning
@@ -64,6 +65,34 @@ class Planning(Inspection):
         specs = planning.specs_of(spec, variants, base)
         if not spec.strategies:
             specs = planning.without_repeats(specs, is_cpu=device.kind == "cpu")
+        accumulate = spec.accumulate or self.runs[-1].accumulate or 1
+        made = self._planned(
+            training, specs, device, world_size=world_size, accumulate=accumulate, spec=spec
+        )
+        if show:
+            made.show()
+        return made
+
+    def _planned(
+        self,
+        training: TrainRequest,
+        specs: Mapping[str, ModelSpec],
+        device: Device,
+        *,
+        world_size: int,
+        accumulate: int,
+        spec: PlanSpec,
+    ) -> planning.Plan:
+        """Trace a training cell in rank 0's process, and plan it.
+
+        Args:
+            training: the cell.
+            specs: how the model is spread, by the name of the strategy.
+            device: of a rank.
+            world_size: ranks.
+            accumulate: micro-steps of a step.
+            spec: what was asked for.
+        """
         request = PlanRequest(
             training=training,
             variants=planning.traced_variants(specs.values()),
@@ -74,15 +103,11 @@ class Planning(Inspection):
         answer = self._quietly("plan", {0: request})[0].report
         if isinstance(answer, TraceFailed):
             raise planning.failure_of(answer.failure)
-        if base.compile:
+        if any(each.compile for each in specs.values()):
             answer = replace(answer, notes=(*answer.notes, _NOT_COMPILED))
-        accumulate = spec.accumulate or self.runs[-1].accumulate or 1
-        made = planning.plan_of(
+        return planning.plan_of(
             answer, specs, device, world_size=world_size, accumulate=accumulate, spec=spec
         )
-        if show:
-            made.show()
-        return made
 
     def _plannable(self) -> TrainRequest:
         """Return the last training cell.

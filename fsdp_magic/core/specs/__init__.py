@@ -16,6 +16,7 @@ from fsdp_magic.core.specs.plan import PlanSpec
 from fsdp_magic.core.specs.run import RunSpec, parse_ranks
 from fsdp_magic.core.specs.strategy import STRATEGY_HABITS, Strategy, StrategySpec
 from fsdp_magic.core.specs.train import TrainSpec
+from fsdp_magic.core.specs.tune import TuneSpec
 from fsdp_magic.core.specs.variables import EmptySpec, NamesSpec, PullSpec, ShardsSpec
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Strategy",
     "StrategySpec",
     "TrainSpec",
+    "TuneSpec",
     "parse_ranks",
 ]
 
@@ -46,6 +48,7 @@ MAGICS: Mapping[str, type[Any]] = {
     "%%fsdp_train": TrainSpec,
     "%%fsdp_eval": EvalSpec,
     "%fsdp_compare": CompareSpec,
+    "%%fsdp_tune": TuneSpec,
     "%%fsdp_plan": PlanSpec,
     "%fsdp_shards": ShardsSpec,
     "%fsdp_status": EmptySpec,

@@ -1,0 +1,295 @@
+"""KERNEL: a search for a micro-batch size: engines are asked for steps of one size after the other.
+
+What an engine changed is put back before it answers, so nothing here has to be undone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from fsdp_magic.core.comparison import WARM_UP_STEPS, CompareReport, CompareRequest
+from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError
+from fsdp_magic.core.protocol import TrainRequest
+from fsdp_magic.core.search import FastestSearch, LargestSearch, Predicted, Tried
+from fsdp_magic.core.specs import TrainSpec, TuneSpec
+from fsdp_magic.core.specs.compare import Variant
+from fsdp_magic.core.tuning import RoomReport
+from fsdp_magic.core.units import ranks_named
+from fsdp_magic.notebook import display
+from fsdp_magic.notebook.comparing import measured
+from fsdp_magic.notebook.engines import Engines
+from fsdp_magic.notebook.probes import Probe, TunedStrategy
+from fsdp_magic.notebook.screen import Nowhere
+from fsdp_magic.notebook.tuned import Tuned
+
+_TIMED_STEPS = {"memory": 1, "throughput": 4}
+_ENDLESS = 1 << 20
+"""The largest size that is tried where neither the data nor anybody says an end."""
+_FRAME_SECONDS = 0.5
+_BEGIN = 8
+"""Where a search begins that has no plan: the size of a training cell that names none."""
+
+
+def sizes_of(most: int | None, spec: TuneSpec, training: TrainSpec, *, ranks: int) -> Sequence[int]:
+    """Return the sizes that may be tried, ascending: where a global batch is kept, its parts.
+
+    Args:
+        most: the largest of which the data fill a step; None: not known.
+        spec: what was asked for.
+        training: the options of the steps.
+        ranks: in the world.
+    """
+    end = min((n for n in (most, spec.max) if n is not None), default=_ENDLESS)
+    if training.global_batch_size is None:
+        return range(1, end + 1)
+    share = training.global_batch_size // (ranks if training.data_sharding == "auto" else 1)
+    return [size for size in range(1, min(end, share) + 1) if share % size == 0]
+
+
+class Tuner:
+    """Runs searches and draws them.
+
+    Args:
+        engines: to ask.
+        request: of the cell.
+        spec: what was asked for.
+        tuned: takes what is found.
+        rooms: what each rank has room for.
+        sizes: that may be tried.
+        show: draw the panel.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        request: TrainRequest,
+        spec: TuneSpec,
+        tuned: Tuned,
+        *,
+        rooms: Mapping[int, RoomReport],
+        sizes: Sequence[int],
+        show: bool,
+    ) -> None:
+        self._engines = engines
+        self._request = request
+        self._spec = spec
+        self._tuned = tuned
+        self._rooms = rooms
+        self._sizes = sizes
+        self._show = show
+        self._panel = display.Panel()
+        self._began = self._drawn_at = time.monotonic()
+        self._refused: OutOfMemoryOnRankError | None = None
+
+    # -- searching
+
+    def search(self, name: str, variant: Variant | None, predicted: Predicted | None) -> None:
+        """Find the size under one strategy.
+
+        Args:
+            name: of the strategy.
+            variant: how models that are set aside are spread; None: they are as they are.
+            predicted: peak of any size on the rank with least room; None: there is no plan.
+
+        Raises:
+            CellFailedError: if the cell failed otherwise than for want of memory, or no size
+                fits the models as they are.
+        """
+        tuned = self._tuned
+        each = TunedStrategy(name=name, is_present=variant is None, sizes=self._sizes)
+        tuned.table.append(each)
+        tuned.pending.remove(name)
+        tuned.state, tuned.planned = "searching", self._curve(predicted)
+
+        def probe(size: int) -> Probe:
+            each.probes.append(made := self._probe(size, variant))
+            tuned.trying = None
+            return made
+
+        try:
+            pick = self._fastest(probe) if tuned.objective == "throughput" else 0
+            if tuned.objective == "memory":
+                pick = self._largest(probe, predicted)
+        except CellFailedError as error:
+            if variant is None or not error.is_refusal:
+                raise
+            each.failure = str(error).splitlines()[0]
+            return
+        finally:
+            tuned.trying = None
+            each.expected = self._search(predicted, each.probes).expected()
+        each.micro_batch_size = pick
+        each.accumulate = self._accumulate(pick)
+        each.ended_by, each.reason = self._ending(each)
+        if not pick:
+            each.failure = each.reason
+            if variant is None:
+                raise self._nothing_fits(each)
+
+    def _largest(self, probe: Callable[[int], Probe], predicted: Predicted | None) -> int:
+        search = self._search(predicted)
+        while (size := search.next()) is not None:
+            search.add(_tried(probe(size)))
+        return search.largest
+
+    def _search(self, predicted: Predicted | None, probes: Sequence[Probe] = ()) -> LargestSearch:
+        """Return the search for the largest size, after probes."""
+        search = LargestSearch(
+            self._sizes,
+            room=self._room,
+            rest=max(room.held_bytes for room in self._rooms.values()),
+            predicted=predicted,
+            first=_BEGIN,
+        )
+        for each in probes:
+            search.add(_tried(each))
+        return search
+
+    def _fastest(self, probe: Callable[[int], Probe]) -> int:
+        search = FastestSearch(self._sizes)
+        while (size := search.next()) is not None:
+            made = probe(size)
+            search.add(size, fits=made.fits, rate=made.samples_per_second)
+        return search.fastest
+
+    # -- one size
+
+    def _probe(self, size: int, variant: Variant | None) -> Probe:
+        """Have every rank take steps of one size, and judge what they report together."""
+        self._tuned.trying = size
+        self.draw()
+        steps = WARM_UP_STEPS + _TIMED_STEPS[self._tuned.objective]
+        spec = replace(self._request.spec, micro_batch_size=size, steps=steps)
+        asked = {
+            rank: CompareRequest(
+                code=self._request.code,
+                name=self._request.name,
+                spec=spec,
+                variant=variant,
+                room_bytes=room.room_bytes,
+            )
+            for rank, room in self._rooms.items()
+        }
+        try:
+            replies, _ = self._engines.ask(
+                "compare", asked, screen=Nowhere(), timeout=spec.timeout, on_tick=self._tick
+            )
+        except OutOfMemoryOnRankError as error:
+            self._refused = error
+            ranks = [r for r, f in error.exceptions.items() if f.kind == "out_of_memory"]
+            why = f"runs out of memory on {ranks_named(tuple(sorted(ranks)))}"
+            return Probe(micro_batch_size=size, fits=False, why=why)
+        except CellFailedError as error:
+            if not error.is_refusal or self._tuned.most is not None or size == self._sizes[0]:
+                raise
+            why = "the data fill no step of it"
+            return Probe(micro_batch_size=size, fits=False, why=why, is_end_of_data=True)
+        return self._judged(size, [replies[rank].report for rank in sorted(replies)])
+
+    def _judged(self, size: int, reports: Sequence[CompareReport]) -> Probe:
+        run, per_step = measured(reports, accumulate=self._request.spec.accumulate)
+        peaks = tuple(report.run.peak_memory.peak_allocated_bytes for report in reports)
+        loads = [peak - self._free(rank) for rank, peak in enumerate(peaks)]
+        fits = max(loads) <= 0
+        rank = loads.index(max(loads))
+        why = ""
+        if not fits:
+            free = 1 - peaks[rank] / max(1, self._rooms[rank].capacity_bytes)
+            left = f"leaves {100 * free:.1f} % free" if free > 0 else "takes more than there is"
+            why = f"{left} on rank {rank}"
+        samples = run.samples_per_step
+        return Probe(
+            micro_batch_size=size,
+            fits=fits,
+            peak_bytes=peaks,
+            load_bytes=round(self._room + max(loads)),
+            samples_per_second=None if per_step is None or not samples else samples / per_step,
+            seconds_per_step=per_step,
+            samples_per_step=samples,
+            why=why,
+        )
+
+    def _free(self, rank: int) -> float:
+        """Return what tensors may take on a rank, without the margin."""
+        room = self._rooms[rank]
+        return room.room_bytes - self._spec.margin * room.capacity_bytes
+
+    @property
+    def _room(self) -> float:
+        """What they may take on the rank with least."""
+        return min(map(self._free, self._rooms))
+
+    # -- words
+
+    def _accumulate(self, size: int) -> int:
+        spec, ranks = self._request.spec, len(self._rooms)
+        if spec.global_batch_size is None or not size:
+            return spec.accumulate
+        return spec.global_batch_size // (size * (ranks if spec.data_sharding == "auto" else 1))
+
+    def _ending(self, each: TunedStrategy) -> tuple[str, str]:
+        """Return what ended a search, in a few words and as a sentence."""
+        pick = each.micro_batch_size or 0
+        larger = [p for p in each.probes if not p.fits and p.micro_batch_size > pick]
+        if self._tuned.objective == "throughput" and pick:
+            others = [p for p in each.probes if p.fits and p.micro_batch_size > pick]
+            if others:
+                return "speed", "larger sizes are not faster"
+        if not larger:
+            return self._end_of_sizes()
+        first = min(larger, key=lambda p: p.micro_batch_size)
+        size = f"{first.micro_batch_size:,}"
+        if first.is_end_of_data:
+            return "the data", f"the data fill no step of {size}"
+        margin = self._spec.margin
+        keeps = f"; --margin {margin:g} keeps {100 * margin:g} %"
+        said = keeps if margin and first.peak_bytes else ""
+        return "memory", f"{size} {first.why}{said}"
+
+    def _end_of_sizes(self) -> tuple[str, str]:
+        last, spec = self._sizes[-1], self._request.spec
+        if self._spec.max is not None and self._spec.max - last in (0, 1):
+            return "--max", f"--max {self._spec.max:,} ends the search"
+        if spec.global_batch_size is not None:
+            return "the global batch", "it is a rank's whole part of the global batch"
+        return "the data", "the data fill no larger step"
+
+    def _nothing_fits(self, each: TunedStrategy) -> Exception:
+        """Return the error that says that not even the smallest size fits."""
+        if self._refused is not None:
+            return self._refused
+        return OutOfMemoryOnRankError(
+            f"not even a micro-batch of {self._sizes[0]:,} fits: {each.reason}; lower --margin, or "
+            "build the model with a strategy that holds less (%%fsdp_model --strategy full_shard)",
+            exceptions={},
+        )
+
+    # -- drawing
+
+    def _curve(self, predicted: Predicted | None) -> list[tuple[int, int]]:
+        """Return a plan as points, from the smallest size to beyond what it says fits."""
+        if predicted is None or not self._sizes:
+            return []
+        largest = self._search(predicted).next() or 1
+        end = min(self._sizes[-1], max(largest + 2, largest * 3 // 2))
+        sizes = sorted({1 + (end - 1) * part // 24 for part in range(25)})
+        return [(size, round(predicted(size))) for size in sizes]
+
+    def _tick(self) -> None:
+        if time.monotonic() - self._drawn_at >= _FRAME_SECONDS:
+            self.draw()
+
+    def draw(self, *, final: bool = False) -> None:
+        """Draw the search as it is."""
+        self._drawn_at = time.monotonic()
+        self._tuned.seconds = self._drawn_at - self._began
+        if self._show or final:
+            frame = self._tuned.frame()
+            if self._show:
+                self._panel.draw(*frame, final=final)
+
+
+def _tried(probe: Probe) -> Tried:
+    return Tried(size=probe.micro_batch_size, fits=probe.fits, peak=probe.load_bytes)
