@@ -123,6 +123,22 @@ def test_every_strategy_has_a_row_from_first_to_last() -> None:
     assert "✓ hybrid_shard, best" in both[1]
 
 
+def test_what_ended_a_search_is_said_of_its_strategy_in_a_table() -> None:
+    ended: dict[str, Any] = {"state": "done", "ended_by": "25 leaves 2.5 % free on rank 1"}
+    for words in (tuner.text(search(1, **ended)), Page(tuner.html(search(1, **ended))).text):
+        assert "25 leaves 2.5 % free on rank 1" in words
+        assert "full_shard: 25" not in words
+    several = search(1, rows=tuned_rows(), **ended)
+    for words in (tuner.text(several), Page(tuner.html(several)).text):
+        assert "full_shard: 25 leaves 2.5 % free on rank 1" in words
+
+
+def test_a_size_is_called_the_fastest_only_at_the_end() -> None:
+    wanted: dict[str, Any] = {"objective": "throughput", "pick": 8}
+    assert "fits, largest" in tuner.text(search(1, 8, **wanted))
+    assert "fits, fastest" in tuner.text(search(1, 8, 24, state="done", **wanted))
+
+
 # ---------------------------------------------------------------- the chart
 
 
