@@ -71,8 +71,9 @@ def text(view: TunerView) -> str:
     so_far = _so_far(view) if not _is_over(view) else ""
     parts = ("Batch size", _state(view), so_far, *_beside(view))
     head = "  ".join(part for part in parts if part)
-    limits = "  ".join(part for part in (capacity_text(view), shortened(view.stamp, 20)) if part)
-    shown = f"{shortened(view.strategy, 80)}: {limits}" if limits else shortened(view.strategy, 80)
+    whose = f"{shortened(view.strategy, 80)}:" if view.strategy else ""
+    parts = (whose, capacity_text(view), shortened(view.stamp, 20))
+    shown = " ".join(part for part in parts if part)
     lines = [head, _sentence(view), *strategies_text(view), shown, *measurements_text(view)]
     if label := pick_text(view):
         lines.append(f"{'found' if view.state == 'done' else 'so far'} {label}")
@@ -115,8 +116,7 @@ def _state(view: TunerView) -> str:
 
 
 def _so_far(view: TunerView) -> str:
-    word = "fits" if view.objective == "memory" else "is the fastest"
-    return f"{view.pick:,} {word} so far" if view.pick else ""
+    return f"{view.pick:,} fits so far" if view.pick else ""
 
 
 def _result(view: TunerView) -> str:
@@ -164,6 +164,8 @@ def _sentence(view: TunerView) -> str:
     """Return what ended the search, or how far it can go."""
     if view.ended_by:
         ended = shortened(view.ended_by, 600)
+        if view.rows:
+            return f"{shortened(view.strategy, 80)}: {ended}"
         return f"{ended[:1].upper()}{ended[1:]}"
     if _is_over(view):
         return ""
@@ -173,7 +175,7 @@ def _sentence(view: TunerView) -> str:
 
 def _strategy_title(view: TunerView) -> str:
     """Return whose chart it is, where there are several strategies."""
-    if not view.rows and not view.pending:
+    if not view.strategy or not (view.rows or view.pending):
         return ""
     last = " the last one searched" if _is_over(view) else " under search"
     return (

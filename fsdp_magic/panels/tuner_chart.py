@@ -7,10 +7,9 @@ SVG, which a browser redraws cheaply; in the frame that stays in the file it is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from fsdp_magic.core.units import bytes_text, count_text
-from fsdp_magic.panels.label_places import LABEL_HEIGHT, Point, Spot, place, text_width
+from fsdp_magic.panels.label_places import LABEL_HEIGHT, Label, Point, Spot, place, text_width
 from fsdp_magic.panels.parts import NUMBERS, escape, image, muted, shortened
 from fsdp_magic.panels.tuner_picture import (
     HEIGHT,
@@ -32,16 +31,12 @@ from fsdp_magic.panels.tuner_scale import (
 from fsdp_magic.panels.tuner_view import ProbeView, TunerView
 
 _AXIS = 46
-_BY_A_LINE = ((6.0, 8.0), (-18.0, -8.0), (18.0, 8.0), (-30.0, -8.0), (6.0, -8.0), (-30.0, 8.0))
+_BY_A_LINE = tuple(
+    (down, side)
+    for down, first in ((6.0, 8.0), (-18.0, -8.0), (18.0, 8.0), (-30.0, -8.0), (30.0, 8.0))
+    for side in (first, -first)
+)
 """Where the name of a line may stand: pixels below a point of it, and aside."""
-
-
-class _Label(NamedTuple):
-    """Words in the picture, and the spots that they may have."""
-
-    text: str
-    spots: Sequence[Spot]
-    is_strong: bool = False
 
 
 def html(view: TunerView, *, as_image: bool) -> str:
@@ -146,18 +141,18 @@ def _labels(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> str:
     labels = [
         *_limit_labels(view, memory),
         *_pick_label(view, sizes, memory),
-        *_probe_labels(view, sizes, memory),
+        *_trying_label(view, sizes, memory),
         *_line_label(view, line),
+        *_probe_labels(view, sizes, memory),
     ]
     now = trying_mark(view, sizes, memory)
     marks = [mark(probe, sizes, memory) for probe in view.probes]
     marks += [now] if now is not None else []
     lines = [*line, *_drop(view, sizes, memory)]
-    spots = place([(label.text, label.spots) for label in labels], marks=marks, lines=lines)
     spans = "".join(
         f'<span style="position:absolute;{spot.style};line-height:{LABEL_HEIGHT}px;'
         f'white-space:nowrap">{_strong(label)} </span>'
-        for label, spot in zip(labels, spots, strict=True)
+        for label, spot in place(labels, marks=marks, lines=lines)
     )
     if not memory.is_known:
         spans = _centred("nothing is measured yet", MEMORY_HEIGHT / 2)
@@ -173,22 +168,22 @@ def _drop(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[Point]:
     return [Point(left, top + down) for down in range(8, int(MEMORY_HEIGHT - top), 6)]
 
 
-def _strong(label: _Label) -> str:
+def _strong(label: Label) -> str:
     return f"<b>{escape(label.text)}</b>" if label.is_strong else escape(label.text)
 
 
-def _limit_labels(view: TunerView, memory: MemoryAxis) -> list[_Label]:
+def _limit_labels(view: TunerView, memory: MemoryAxis) -> list[Label]:
     """Return the words for the capacity and the margin beneath it."""
     if view.capacity_bytes is None:
         return []
     capacity = f"{bytes_text(view.capacity_bytes)} capacity"
     if memory.capacity_bytes is None:
-        return [_Label(f"{capacity}, far above", _sides(1))]
+        return [Label(f"{capacity}, far above", _sides(1))]
     line = memory.top(memory.capacity_bytes)
-    labels = [_Label(capacity, _sides(line - LABEL_HEIGHT - 1))]
+    labels = [Label(capacity, _sides(line - LABEL_HEIGHT - 1))]
     if view.margin:
         low = memory.top(memory.capacity_bytes * (1 - view.margin))
-        labels.append(_Label(f"{100 * view.margin:g} % margin stays free", _sides(low + 1)))
+        labels.append(Label(f"{100 * view.margin:g} % margin stays free", _sides(low + 1)))
     return labels
 
 
@@ -196,20 +191,30 @@ def _sides(top: float) -> list[Spot]:
     return [Spot(0.0, top, 4.0), Spot(100.0, top, -4.0)]
 
 
-def _pick_label(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[_Label]:
+def _pick_label(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[Label]:
     probe = picked(view)
     if probe is None:
         return []
     at = mark(probe, sizes, memory)
-    return [_Label(pick_text(view), _beside(at, (4, 18, 32, 46, -30, -18, 60, 74)), is_strong=True)]
+    return [
+        Label(
+            pick_text(view),
+            _beside(at, (4, 18, 32, 46, -30, -18, 60, 74, -44, -58, 88)),
+            is_strong=True,
+        )
+    ]
 
 
-def _probe_labels(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[_Label]:
-    """Return a word for the probe under way, for one that fits and for one that does not."""
-    labels = []
+def _trying_label(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[Label]:
     now = trying_mark(view, sizes, memory)
-    if now is not None:
-        labels.append(_Label(f"trying {view.trying:,}", _beside(now, (4, -18, 18, -6, 30))))
+    if now is None:
+        return []
+    return [Label(f"trying {view.trying:,}", _beside(now, (4, -18, 18, -6, 30, -30, 44)))]
+
+
+def _probe_labels(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[Label]:
+    """Return a word at a probe that fits and at one that does not: at one of each kind."""
+    labels = []
     kinds = ((False, "does not fit"), (True, "measured"))
     for fits, word in kinds:
         probes = [p for p in view.probes if p.fits is fits and p.micro_batch_size != view.pick]
@@ -219,17 +224,18 @@ def _probe_labels(view: TunerView, sizes: SizeAxis, memory: MemoryAxis) -> list[
                 for probe in probes[:8]
                 for spot in _beside(mark(probe, sizes, memory), (-6, 8, -20, 20, -34))
             ]
-            labels.append(_Label(word, spots))
+            labels.append(Label(word, spots, is_optional=True))
     return labels
 
 
 def _beside(at: Point, downs: Sequence[float]) -> list[Spot]:
     """Return spots left and right of a point, so many pixels below it."""
     tops = [min(max(0.0, at.top + down), MEMORY_HEIGHT - LABEL_HEIGHT) for down in downs]
-    return [Spot(at.left, top, shift) for top in tops for shift in (-11.0, 11.0)]
+    beside = [Spot(at.left, top, shift) for top in tops for shift in (-11.0, 11.0)]
+    return [*beside, *(spot for top in tops for spot in _sides(top))]  # long words at the middle
 
 
-def _line_label(view: TunerView, line: Sequence[Point]) -> list[_Label]:
+def _line_label(view: TunerView, line: Sequence[Point]) -> list[Label]:
     if len(line) < 2:
         return []
     word = "predicted" if view.planned else "line through the dots"
@@ -239,7 +245,8 @@ def _line_label(view: TunerView, line: Sequence[Point]) -> list[_Label]:
         for at in inner
         for down, shift in _BY_A_LINE
     ]
-    return [_Label(word, spots)]
+    spots += [spot for at in inner for spot in _sides(max(0.0, at.top - 18))]
+    return [Label(word, spots)]
 
 
 def _strip_label(view: TunerView) -> str:

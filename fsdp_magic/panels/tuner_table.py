@@ -102,7 +102,8 @@ def _verdict(each: ProbeView, view: TunerView) -> tuple[str, str, str]:
     if not each.fits:
         return "✕", RED, shortened(each.why, _LONGEST) or "does not fit"
     if each.micro_batch_size == view.pick:
-        found = {"memory": "largest", "throughput": "fastest"}[view.objective]
+        is_fastest = view.objective == "throughput" and view.state == "done"
+        found = "fastest" if is_fastest else "largest"
         return "✓", GREEN, f"fits, {found}"
     return "✓", GREEN, "fits"
 

@@ -15,7 +15,7 @@ from tuner_records import CAPACITY, planned_bytes, probe, search, tuned_rows
 
 from fsdp_magic.core.units import GIB, MIB
 from fsdp_magic.panels import tuner, tuner_chart
-from fsdp_magic.panels.label_places import NARROW, WIDE, Point, Spot, box_of, place, text_width
+from fsdp_magic.panels.label_places import NARROW, WIDE, Label, Point, Spot, place, text_width
 from fsdp_magic.panels.tuner_picture import HEIGHT
 from fsdp_magic.panels.tuner_scale import curve, memory_axis, size_axis
 from fsdp_magic.panels.tuner_view import ProbeView, TunerView
@@ -123,6 +123,22 @@ def test_every_strategy_has_a_row_from_first_to_last() -> None:
     assert "✓ hybrid_shard, best" in both[1]
 
 
+def test_what_ended_a_search_is_said_of_its_strategy_in_a_table() -> None:
+    ended: dict[str, Any] = {"state": "done", "ended_by": "25 leaves 2.5 % free on rank 1"}
+    for words in (tuner.text(search(1, **ended)), Page(tuner.html(search(1, **ended))).text):
+        assert "25 leaves 2.5 % free on rank 1" in words
+        assert "full_shard: 25" not in words
+    several = search(1, rows=tuned_rows(), **ended)
+    for words in (tuner.text(several), Page(tuner.html(several)).text):
+        assert "full_shard: 25 leaves 2.5 % free on rank 1" in words
+
+
+def test_a_size_is_called_the_fastest_only_at_the_end() -> None:
+    wanted: dict[str, Any] = {"objective": "throughput", "pick": 8}
+    assert "fits, largest" in tuner.text(search(1, 8, **wanted))
+    assert "fits, fastest" in tuner.text(search(1, 8, 24, state="done", **wanted))
+
+
 # ---------------------------------------------------------------- the chart
 
 
@@ -228,35 +244,37 @@ def test_the_picture_is_told_in_words() -> None:
 
 def test_labels_stand_where_they_cover_nothing() -> None:
     left, right = Spot(0.0, 10.0, 4.0), Spot(100.0, 10.0, -4.0)
-    assert place([("words", [left, right])], marks=[], lines=[]) == [left]
-    assert place([("words", [left, right])], marks=[Point(5.0, 15.0)], lines=[]) == [right]
-    assert place([("a", [left]), ("b", [left, right])], marks=[], lines=[]) == [left, right]
-    assert place([("words", [Spot(99.0, 0.0, 4.0), left])], marks=[], lines=[]) == [left]
+    one, fixed = Label("words", [left, right]), Label("other words", [left])
+    assert place([one], marks=[], lines=[]) == [(one, left)]
+    assert place([one], marks=[Point(5.0, 15.0)], lines=[]) == [(one, right)]
+    assert place([fixed, one], marks=[], lines=[]) == [(fixed, left), (one, right)]
+    off = Label("words", [Spot(99.0, 0.0, 4.0), left])
+    assert place([off], marks=[], lines=[]) == [(off, left)]
+    spare = Label("more", [left], is_optional=True)
+    assert place([fixed, spare], marks=[], lines=[]) == [(fixed, left)]
 
 
 @pytest.mark.parametrize("number", range(len(frames())))
 def test_no_words_of_the_chart_lie_over_others_or_off_the_page(number: int) -> None:
     labels = _labels(tuner.html(frames()[number]))
     for width in (NARROW, 400, WIDE):
-        boxes = [box_of(text, spot, width) for text, spot in labels]
+        boxes = [label.box(spot, width) for label, spot in labels]
         assert all(box[0] >= 0 and box[2] <= width for box in boxes)
         for one, other in combinations(boxes, 2):
             apart = one[2] <= other[0] or other[2] <= one[0]
             assert apart or one[3] <= other[1] or other[3] <= one[1]
 
 
-def _labels(source: str) -> list[tuple[str, Spot]]:
+def _labels(source: str) -> list[tuple[Label, Spot]]:
     """Return the words that stand in the picture, with their places."""
     pattern = (
         r"position:absolute;(left|right):([\d.]+)%;margin-(?:left|right):(\d+)px;top:([\d.]+)px;"
-        r'line-height:13px;white-space:nowrap">(?:<b>)?([^<]+)'
+        r'line-height:13px;white-space:nowrap">(<b>)?([^<]+)'
     )
-    return [
-        (
-            text.strip(),
-            Spot(float(x), float(top), float(shift))
-            if side == "left"
-            else Spot(100 - float(x), float(top), -float(shift)),
-        )
-        for side, x, shift, top, text in re.findall(pattern, source)
-    ]
+    found = []
+    for side, share, shift, top, strong, text in re.findall(pattern, source):
+        spot = Spot(float(share), float(top), float(shift))
+        if side == "right":
+            spot = Spot(100 - spot.left, spot.top, -spot.shift)
+        found.append((Label(text.strip(), [spot], is_strong=bool(strong)), spot))
+    return found
