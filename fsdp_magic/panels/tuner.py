@@ -72,8 +72,8 @@ def text(view: TunerView) -> str:
     parts = ("Batch size", _state(view), so_far, *_beside(view))
     head = "  ".join(part for part in parts if part)
     whose = f"{shortened(view.strategy, 80)}:" if view.strategy else ""
-    parts = (whose, capacity_text(view), shortened(view.stamp, 20))
-    shown = " ".join(part for part in parts if part)
+    scale = (whose, capacity_text(view), shortened(view.stamp, 20))
+    shown = " ".join(part for part in scale if part)
     lines = [head, _sentence(view), *strategies_text(view), shown, *measurements_text(view)]
     if label := pick_text(view):
         lines.append(f"{'found' if view.state == 'done' else 'so far'} {label}")

@@ -116,7 +116,7 @@ def rate_text(value: float | None) -> str:
 
 
 def _probe_unit(view: TunerView) -> MemoryUnit:
-    return memory_unit([view.capacity_bytes, *(probe.peak_bytes for probe in view.probes)])
+    return memory_unit([probe.peak_bytes for probe in view.probes])
 
 
 # ---------------------------------------------------------------- strategies

@@ -253,9 +253,7 @@ def open_a_copy(notebook: Notebook, server: Server, seen: Seen, pictures: Path) 
     seen.copy = {index: copy.output(index) for index in CELLS}
     images = copy.cell(TRAIN).locator("img")
     seen.pictures = images.evaluate_all("images => images.map(image => image.naturalWidth)")
-    seen.chart_width = (
-        copy.cell(TUNE).locator("img").first.evaluate("image => image.naturalWidth")
-    )
+    seen.chart_width = copy.cell(TUNE).locator("img").first.evaluate("image => image.naturalWidth")
     copy.cell(TUNE).screenshot(path=pictures / "untrusted_tuner_dark.png")
     for index in (MODEL, TRAIN):
         seen.bars[index] = copy.cell(index).locator("td *").evaluate_all(_COLOURED)
