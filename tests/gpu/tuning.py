@@ -43,7 +43,7 @@ def tuned(device: str, setting: str) -> Figures:
         setting: of torch's caching allocator; empty: none.
     """
     on_gpu = device == "cuda"
-    options: Figures = {} if on_gpu else {"memory_limit": "256MiB"}
+    options: Figures = {} if on_gpu else {"memory_limit": "96MiB"}
     environment = {"PYTORCH_CUDA_ALLOC_CONF": setting} if setting else {}
     with (
         patch.dict(os.environ, environment),
@@ -56,7 +56,7 @@ def tuned(device: str, setting: str) -> Figures:
                 f"telemetry._METER[0]._capacity = int(telemetry._METER[0]._capacity * {_SHARE})",
                 show=False,
             )
-        session.model(_MODEL.replace("WIDTH", "4096" if on_gpu else "1024"), show=False)
+        session.model(_MODEL.replace("WIDTH", "4096" if on_gpu else "512"), show=False)
         found = session.tune(_CELL, data="data", margin=_MARGIN, show=False)
         size = found.micro_batch_size
         run = session.train(_CELL, data="data", steps=20, show=False)
