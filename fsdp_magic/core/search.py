@@ -25,7 +25,7 @@ _LIKE_A_SHIFT = 0.1
 _SPREAD = 0.98
 """Of two sizes that a line is laid through, the smaller is at most this share of the larger."""
 _NEAR, _FAR = 0.9, 0.5
-"""Within the first share of a size that ran out is near it, beneath the second is far from it."""
+"""Shares of a size that ran out: from the first on is near it, beneath the second far from it."""
 _FARTHEST = 8
 """So many times the largest size that fits is tried next, where no plan goes that far."""
 _ALIKE = 0.02
@@ -55,9 +55,8 @@ class LargestSearch:
     where none is known to, and the first that does not, one behind the end where all may.
 
     Where the k-th size is the answer, at most ``doubling_and_halving(k) + 3`` sizes are tried,
-    whatever the plan and however memory grows, as long as it does. Where it is affine in the
-    size: 2 with a right plan, up to 3 with one that says too much by some factor, up to 4 with
-    one that says too little by some factor. Tests hold all four.
+    whatever the plan and however memory grows. Where it is affine in the size: 2 with a right
+    plan, 3 with one that says too much by any factor, 4 with one that says too little by any.
 
     Args:
         sizes: what may be tried, ascending.
@@ -162,10 +161,11 @@ class LargestSearch:
 
     def _is_hearsay(self, border: int, measured: Sequence[tuple[int, float | None]]) -> bool:
         """Return whether a border is the plan's alone: near what ran out, far from what did not."""
-        if not self.tried or self._high > len(self._sizes) or self._high - self._low <= 2:
+        is_the_plans = self._high < len(self._sizes)  # the end of the sizes is nobody's estimate
+        if not self.tried or not is_the_plans or self._high - self._low <= 2 or border < 1:
             return False
         ran_out = self._sizes[self._high - 1]
-        is_near = border > 0 and self._sizes[border - 1] >= _NEAR * ran_out
+        is_near = self._sizes[border - 1] >= _NEAR * ran_out
         return is_near and measured[-1][0] < _FAR * ran_out
 
     def _estimate(self, measured: Sequence[tuple[int, float]]) -> Predicted:
