@@ -182,6 +182,21 @@ _MAGICS: dict[str, tuple[str, str]] = {
         """,
         "%fsdp_compare --strategies full_shard,shard_grad_op,ddp+bf16 --steps 20",
     ),
+    "%%fsdp_tune": (
+        """
+        Whole steps of one size after the other are run on every rank, and each time everything
+        is put back: weights, optimizers, random states, the place in the data. A size fits if it
+        fits on every rank with the margin left free. The next %%fsdp_train on the same data takes
+        the size found, unless it says --micro-batch-size.
+        %fsdp_tune, without a cell, tries the last training cell with its options; those given
+        beside it are taken instead. It returns .micro_batch_size, .probes, .table and
+        .choose(size), which hands another size to the next %%fsdp_train.
+        """,
+        """
+        %%fsdp_tune --data train_data --max 64
+        loss = model(**batch).loss
+        """,
+    ),
     "%%fsdp_plan": (
         """
         The cell binds `model` and, if it likes, `optimizer` (else AdamW), `example_batch(b)` and
