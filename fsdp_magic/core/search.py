@@ -1,10 +1,10 @@
-"""The search for a size: which to try next, given what was seen; pure.
+"""The search for the largest size that fits: which to try next, given what was seen; pure.
 
-For the largest that fits a plan proposes, and what was measured corrects it: by a ratio while one
+A plan proposes, and what was measured corrects it: by a ratio while one
 size was measured, then along a line. Sizes are tried until one fits and the next was seen not to.
 Estimates are followed only as far as doubling and halving could still make up for them, so that
 no plan and no curve of memory, however wrong, costs more than three sizes beyond doubling and
-halving alone. The fastest is looked for from small sizes up.
+halving alone.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ _NEAR, _FAR = 0.9, 0.5
 """Shares of a size that ran out: from the first on is near it, beneath the second far from it."""
 _FARTHEST = 8
 """So many times the largest size that fits is tried next, where no plan goes that far."""
-_ALIKE = 0.02
-"""Rates that are this near each other are as good: the smaller size is taken."""
-_IN_VAIN, _HALVINGS = 2, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +83,19 @@ class LargestSearch:
         self._first = first
         self._low, self._high = 0, len(sizes) + 1
         self._misses = 0
-        self._expected: bool | None = None
+        self._is_to_fit: bool | None = None
         self._is_said_to_be_last = False
 
     @property
     def largest(self) -> int:
         """The largest size that is known to fit; 0: none is."""
         return self._sizes[self._low - 1] if self._low else 0
+
+    def expected(self) -> Predicted | None:
+        """Return what is expected of any size, after what was tried; None: nothing is known."""
+        if not self._measured and self._predicted is None:
+            return None
+        return self._estimate(self._measured)
 
     def add(self, tried: Tried) -> None:
         """Take what a size was like."""
@@ -104,16 +107,16 @@ class LargestSearch:
         else:
             self._high = min(self._high, place)
             self._low = min(self._low, self._high - 1)
-        if self._expected is not None and self._expected != tried.fits:
+        if self._is_to_fit is not None and self._is_to_fit != tried.fits:
             self._misses += 1
-        self._is_said_to_be_last = self._expected is True and tried.fits
+        self._is_said_to_be_last = self._is_to_fit is True and tried.fits
 
     def next(self) -> int | None:
         """Return what to try; None: the largest is known, and the next one was seen not to fit."""
         low, high = self._low, self._high
         if high - low <= 1:
             return None
-        self._expected = None
+        self._is_to_fit = None
         estimated = self._estimated()
         places = [] if estimated is None else [estimated]
         if self._high <= len(self._sizes) and low:
@@ -121,7 +124,7 @@ class LargestSearch:
         for place in (min(max(place, low + 1), high - 1) for place in places):
             if self._is_affordable(place):
                 break
-            self._expected = None
+            self._is_to_fit = None
         else:
             place = _doubled_or_halved(low, high, len(self._sizes))
         return self._sizes[place - 1]
@@ -141,15 +144,15 @@ class LargestSearch:
         farthest = self._at_most(_FARTHEST * self.largest)
         if self._predicted is None and self._low and farthest < border:
             return farthest
-        self._expected = border > self._low
-        return border if self._expected else self._low + 1
+        self._is_to_fit = border > self._low
+        return border if self._is_to_fit else self._low + 1
 
     def _border(self) -> int | None:
         """Return the place of the last size that is estimated to fit; None: nothing is known."""
         measured = sorted((t.size, t.peak) for t in self.tried if t.peak is not None)
-        if not measured and (self._predicted is None or self.tried):
+        estimate = self.expected()
+        if estimate is None or (self.tried and not measured):
             return None
-        estimate = self._estimate([(size, peak) for size, peak in measured if peak is not None])
         low, high = self._low, self._high
         while high - low > 1:  # estimates grow with the size
             middle = (low + high) // 2
@@ -159,7 +162,11 @@ class LargestSearch:
                 high = middle
         return None if self._is_hearsay(low, measured) else low
 
-    def _is_hearsay(self, border: int, measured: Sequence[tuple[int, float | None]]) -> bool:
+    @property
+    def _measured(self) -> list[tuple[int, float]]:
+        return sorted((t.size, t.peak) for t in self.tried if t.peak is not None)
+
+    def _is_hearsay(self, border: int, measured: Sequence[tuple[int, float]]) -> bool:
         """Return whether a border is the plan's alone: near what ran out, far from what did not."""
         is_the_plans = self._high < len(self._sizes)  # the end of the sizes is nobody's estimate
         if not self.tried or not is_the_plans or self._high - self._low <= 2 or border < 1:
@@ -240,60 +247,3 @@ def _line(points: Sequence[tuple[int, float]]) -> Predicted:
     a, at_a = before[-1]
     slope = (at_b - at_a) / (b - a)
     return lambda size: at_b + slope * (size - b)
-
-
-class FastestSearch:
-    """Finds the size of most samples a second.
-
-    Sizes double until twice in a row that brought nothing, or one does not fit; then what lies
-    between is halved, twice at most, where the last doubling still brought something.
-
-    Args:
-        sizes: what may be tried, ascending.
-        first: where to begin.
-
-    Attributes:
-        rates: samples a second of the sizes that fit.
-    """
-
-    def __init__(self, sizes: Sequence[int], *, first: int = 1) -> None:
-        self.rates: dict[int, float] = {}
-        self._sizes = sizes
-        self._first = first
-        self._low, self._high = -1, len(sizes)
-        self._in_vain = self._halvings = 0
-
-    @property
-    def fastest(self) -> int:
-        """The smallest size that is about as fast as any; 0: none fits."""
-        if not self.rates:
-            return 0
-        best = max(self.rates.values())
-        return min(size for size, rate in self.rates.items() if rate >= (1 - _ALIKE) * best)
-
-    def add(self, size: int, *, fits: bool, rate: float | None) -> None:
-        """Take what a size was like."""
-        index = bisect.bisect_left(self._sizes, size)
-        if not fits:
-            self._high = min(self._high, index)
-            self._low = min(self._low, self._high - 1)
-            return
-        best = max(self.rates.values(), default=0.0)
-        self.rates[size] = rate or 0.0
-        self._low = max(self._low, index)
-        self._in_vain = 0 if self.rates[size] > (1 + _ALIKE) * best else self._in_vain + 1
-
-    def next(self) -> int | None:
-        """Return what to try; None: larger sizes bring nothing, or none is left."""
-        low, high = self._low, self._high
-        if high - low <= 1 or self._in_vain >= _IN_VAIN:
-            return None
-        if high == len(self._sizes):
-            wanted = 2 * self._sizes[low] if low >= 0 else self._first
-            place = max(0, bisect.bisect_right(self._sizes, wanted) - 1)
-            return self._sizes[min(max(place, low + 1), high - 1)]
-        if low >= 0:
-            self._halvings += 1
-        if self._halvings > _HALVINGS or self._in_vain:
-            return None
-        return self._sizes[(low + high) // 2]

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from fsdp_magic.core.comparison import WARM_UP_STEPS, CompareReport, CompareRequest
 from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError
+from fsdp_magic.core.fastest_search import FastestSearch
 from fsdp_magic.core.protocol import TrainRequest
-from fsdp_magic.core.search import FastestSearch, LargestSearch, Predicted, Tried
+from fsdp_magic.core.search import LargestSearch, Predicted, Tried
 from fsdp_magic.core.specs import TrainSpec, TuneSpec
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.tuning import RoomReport
@@ -20,8 +21,9 @@ from fsdp_magic.core.units import ranks_named
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.comparing import measured
 from fsdp_magic.notebook.engines import Engines
+from fsdp_magic.notebook.probes import Probe, TunedStrategy
 from fsdp_magic.notebook.screen import Nowhere
-from fsdp_magic.notebook.tuned import Probe, Tuned, TunedStrategy
+from fsdp_magic.notebook.tuned import Tuned
 
 _TIMED_STEPS = {"memory": 1, "throughput": 4}
 _ENDLESS = 1 << 20
@@ -97,7 +99,7 @@ class Tuner:
                 fits the models as they are.
         """
         tuned = self._tuned
-        each = TunedStrategy(name=name, is_present=variant is None)
+        each = TunedStrategy(name=name, is_present=variant is None, sizes=self._sizes)
         tuned.table.append(each)
         tuned.pending.remove(name)
         tuned.state, tuned.planned = "searching", self._curve(predicted)
@@ -118,6 +120,7 @@ class Tuner:
             return
         finally:
             tuned.trying = None
+            each.expected = self._search(predicted, each.probes).expected()
         each.micro_batch_size = pick
         each.accumulate = self._accumulate(pick)
         each.ended_by, each.reason = self._ending(each)
@@ -127,17 +130,23 @@ class Tuner:
                 raise self._nothing_fits(each)
 
     def _largest(self, probe: Callable[[int], Probe], predicted: Predicted | None) -> int:
+        search = self._search(predicted)
+        while (size := search.next()) is not None:
+            search.add(_tried(probe(size)))
+        return search.largest
+
+    def _search(self, predicted: Predicted | None, probes: Sequence[Probe] = ()) -> LargestSearch:
+        """Return the search for the largest size, after probes."""
         search = LargestSearch(
             self._sizes,
             room=self._room,
             rest=max(room.held_bytes for room in self._rooms.values()),
             predicted=predicted,
-            first=self._request.spec.micro_batch_size or _BEGIN,
+            first=_BEGIN,
         )
-        while (size := search.next()) is not None:
-            made = probe(size)
-            search.add(Tried(size=size, fits=made.fits, peak=made.load_bytes))
-        return search.largest
+        for each in probes:
+            search.add(_tried(each))
+        return search
 
     def _fastest(self, probe: Callable[[int], Probe]) -> int:
         search = FastestSearch(self._sizes)
@@ -264,7 +273,7 @@ class Tuner:
         """Return a plan as points, from the smallest size to beyond what it says fits."""
         if predicted is None or not self._sizes:
             return []
-        largest = LargestSearch(self._sizes, room=self._room, predicted=predicted).next() or 1
+        largest = self._search(predicted).next() or 1
         end = min(self._sizes[-1], max(largest + 2, largest * 3 // 2))
         sizes = sorted({1 + (end - 1) * part // 24 for part in range(25)})
         return [(size, round(predicted(size))) for size in sizes]
@@ -281,3 +290,7 @@ class Tuner:
             frame = self._tuned.frame()
             if self._show:
                 self._panel.draw(*frame, final=final)
+
+
+def _tried(probe: Probe) -> Tried:
+    return Tried(size=probe.micro_batch_size, fits=probe.fits, peak=probe.load_bytes)

@@ -10,13 +10,8 @@ from itertools import product
 
 import pytest
 
-from fsdp_magic.core.search import (
-    FastestSearch,
-    LargestSearch,
-    Predicted,
-    Tried,
-    doubling_and_halving,
-)
+from fsdp_magic.core.fastest_search import FastestSearch
+from fsdp_magic.core.search import LargestSearch, Predicted, Tried, doubling_and_halving
 
 ROOM = 1000.0
 Curve = Callable[[int], float]
