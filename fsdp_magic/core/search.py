@@ -1,10 +1,9 @@
 """The search for the largest size that fits: which to try next, given what was seen; pure.
 
-A plan proposes, and what was measured corrects it: by a ratio while one
-size was measured, then along a line. Sizes are tried until one fits and the next was seen not to.
-Estimates are followed only as far as doubling and halving could still make up for them, so that
-no plan and no curve of memory, however wrong, costs more than three sizes beyond doubling and
-halving alone.
+A plan proposes, and what was measured corrects it: by a ratio while one size was measured, then
+along a line. Sizes are tried until one fits and the next was seen not to. Estimates are followed
+only as far as doubling and halving could still make up for them, so that no plan and no curve of
+memory, however wrong, costs more than three sizes beyond doubling and halving alone.
 """
 
 from __future__ import annotations
