@@ -35,6 +35,7 @@ class Tuned:
         room_bytes: what tensors may take on the rank with least room, the margin included.
         planned: (size, predicted peak) of the strategy that is searched.
         notes: sentences a person should read.
+        differing: what to say of samples that differ in length; nothing: they do not.
         seconds: that it took so far.
         trying: the size under way; None: none is.
         last_frame: the panel, as HTML and as text.
@@ -61,6 +62,7 @@ class Tuned:
         self.room_bytes: int | None = None
         self.planned: Sequence[tuple[int, int]] = ()
         self.notes: list[str] = []
+        self.differing = ""
         self.seconds = 0.0
         self.trying: int | None = None
         self.last_frame: tuple[str, str] = ("", "")
@@ -159,7 +161,7 @@ class Tuned:
             rows=[self._row(each) for each in self.table] if self._is_table else [],
             pending=self.pending if self._is_table else [],
             seconds=self.seconds,
-            notes=self.notes,
+            notes=[*filter(None, [self.differing]), *self.notes],
             stamp=display.stamp(),
         )
 

@@ -83,6 +83,7 @@ class Tuner:
         self._panel = display.Panel()
         self._began = self._drawn_at = time.monotonic()
         self._refused: OutOfMemoryOnRankError | None = None
+        self._lengths: list[float] = []
 
     # -- searching
 
@@ -191,6 +192,7 @@ class Tuner:
 
     def _judged(self, size: int, reports: Sequence[CompareReport]) -> Probe:
         run, per_step = measured(reports, accumulate=self._request.spec.accumulate)
+        self._note_lengths(reports)
         peaks = tuple(report.run.peak_memory.peak_allocated_bytes for report in reports)
         loads = [peak - self._free(rank) for rank, peak in enumerate(peaks)]
         fits = max(loads) <= 0
@@ -211,6 +213,18 @@ class Tuner:
             samples_per_step=samples,
             why=why,
         )
+
+    def _note_lengths(self, reports: Sequence[CompareReport]) -> None:
+        """Say so where samples differ in length: memory is that of the steps that were tried."""
+        for records in (report.run.records for report in reports):
+            counts = zip(records.tokens or (), records.samples, strict=False)
+            self._lengths += [tokens / samples for tokens, samples in counts if samples]
+        if self._lengths and max(self._lengths) > min(self._lengths):
+            low, high = round(min(self._lengths)), round(max(self._lengths))
+            self._tuned.differing = (
+                f"samples of the steps that were tried had {low:,} to {high:,} tokens on average; "
+                "longer ones take more: leave a larger --margin, or pad all to one length"
+            )
 
     def _free(self, rank: int) -> float:
         """Return what tensors may take on a rank, without the margin."""
@@ -259,11 +273,16 @@ class Tuner:
 
     def _nothing_fits(self, each: TunedStrategy) -> Exception:
         """Return the error that says that not even the smallest size fits."""
+        less = (
+            "a strategy that holds less (%%fsdp_model --strategy full_shard), more ranks "
+            f"(%fsdp_init -n {2 * len(self._rooms)} --restart) or a smaller model"
+        )
         if self._refused is not None:
+            self._refused.add_line(f"Not even a micro-batch of {self._sizes[0]:,} fits; try {less}")
             return self._refused
         return OutOfMemoryOnRankError(
             f"not even a micro-batch of {self._sizes[0]:,} fits: {each.reason}; lower --margin, or "
-            "build the model with a strategy that holds less (%%fsdp_model --strategy full_shard)",
+            f"try {less}",
             exceptions={},
         )
 
