@@ -1,10 +1,9 @@
-"""The search for a size: which to try next, given what was seen; pure.
+"""The search for the largest size that fits: which to try next, given what was seen; pure.
 
-For the largest that fits a plan proposes, and what was measured corrects it: by a ratio while one
-size was measured, then along a line. Sizes are tried until one fits and the next was seen not to.
-Estimates are followed only as far as doubling and halving could still make up for them, so that
-no plan and no curve of memory, however wrong, costs more than three sizes beyond doubling and
-halving alone. The fastest is looked for from small sizes up.
+A plan proposes, and what was measured corrects it: by a ratio while one size was measured, then
+along a line. Sizes are tried until one fits and the next was seen not to. Estimates are followed
+only as far as doubling and halving could still make up for them, so that no plan and no curve of
+memory, however wrong, costs more than three sizes beyond doubling and halving alone.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ _LIKE_A_SHIFT = 0.1
 _SPREAD = 0.98
 """Of two sizes that a line is laid through, the smaller is at most this share of the larger."""
 _NEAR, _FAR = 0.9, 0.5
-"""Within the first share of a size that ran out is near it, beneath the second is far from it."""
+"""Shares of a size that ran out: from the first on is near it, beneath the second far from it."""
 _FARTHEST = 8
 """So many times the largest size that fits is tried next, where no plan goes that far."""
-_ALIKE = 0.02
-"""Rates that are this near each other are as good: the smaller size is taken."""
-_IN_VAIN, _HALVINGS = 2, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +51,8 @@ class LargestSearch:
     where none is known to, and the first that does not, one behind the end where all may.
 
     Where the k-th size is the answer, at most ``doubling_and_halving(k) + 3`` sizes are tried,
-    whatever the plan and however memory grows, as long as it does. Where it is affine in the
-    size: 2 with a right plan, up to 3 with one that says too much by some factor, up to 4 with
-    one that says too little by some factor. Tests hold all four.
+    whatever the plan and however memory grows. Where it is affine in the size: 2 with a right
+    plan, 3 with one that says too much by any factor, 4 with one that says too little by any.
 
     Args:
         sizes: what may be tried, ascending.
@@ -97,10 +92,9 @@ class LargestSearch:
 
     def expected(self) -> Predicted | None:
         """Return what is expected of any size, after what was tried; None: nothing is known."""
-        measured = sorted((t.size, t.peak) for t in self.tried if t.peak is not None)
-        if not measured and self._predicted is None:
+        if not self._measured and self._predicted is None:
             return None
-        return self._estimate([(size, peak) for size, peak in measured if peak is not None])
+        return self._estimate(self._measured)
 
     def add(self, tried: Tried) -> None:
         """Take what a size was like."""
@@ -167,12 +161,17 @@ class LargestSearch:
                 high = middle
         return None if self._is_hearsay(low, measured) else low
 
-    def _is_hearsay(self, border: int, measured: Sequence[tuple[int, float | None]]) -> bool:
+    @property
+    def _measured(self) -> list[tuple[int, float]]:
+        return sorted((t.size, t.peak) for t in self.tried if t.peak is not None)
+
+    def _is_hearsay(self, border: int, measured: Sequence[tuple[int, float]]) -> bool:
         """Return whether a border is the plan's alone: near what ran out, far from what did not."""
-        if not self.tried or self._high > len(self._sizes) or self._high - self._low <= 2:
+        is_the_plans = self._high < len(self._sizes)  # the end of the sizes is nobody's estimate
+        if not self.tried or not is_the_plans or self._high - self._low <= 2 or border < 1:
             return False
         ran_out = self._sizes[self._high - 1]
-        is_near = border > 0 and self._sizes[border - 1] >= _NEAR * ran_out
+        is_near = self._sizes[border - 1] >= _NEAR * ran_out
         return is_near and measured[-1][0] < _FAR * ran_out
 
     def _estimate(self, measured: Sequence[tuple[int, float]]) -> Predicted:
@@ -247,60 +246,3 @@ def _line(points: Sequence[tuple[int, float]]) -> Predicted:
     a, at_a = before[-1]
     slope = (at_b - at_a) / (b - a)
     return lambda size: at_b + slope * (size - b)
-
-
-class FastestSearch:
-    """Finds the size of most samples a second.
-
-    Sizes double until twice in a row that brought nothing, or one does not fit; then what lies
-    between is halved, twice at most, where the last doubling still brought something.
-
-    Args:
-        sizes: what may be tried, ascending.
-        first: where to begin.
-
-    Attributes:
-        rates: samples a second of the sizes that fit.
-    """
-
-    def __init__(self, sizes: Sequence[int], *, first: int = 1) -> None:
-        self.rates: dict[int, float] = {}
-        self._sizes = sizes
-        self._first = first
-        self._low, self._high = -1, len(sizes)
-        self._in_vain = self._halvings = 0
-
-    @property
-    def fastest(self) -> int:
-        """The smallest size that is about as fast as any; 0: none fits."""
-        if not self.rates:
-            return 0
-        best = max(self.rates.values())
-        return min(size for size, rate in self.rates.items() if rate >= (1 - _ALIKE) * best)
-
-    def add(self, size: int, *, fits: bool, rate: float | None) -> None:
-        """Take what a size was like."""
-        index = bisect.bisect_left(self._sizes, size)
-        if not fits:
-            self._high = min(self._high, index)
-            self._low = min(self._low, self._high - 1)
-            return
-        best = max(self.rates.values(), default=0.0)
-        self.rates[size] = rate or 0.0
-        self._low = max(self._low, index)
-        self._in_vain = 0 if self.rates[size] > (1 + _ALIKE) * best else self._in_vain + 1
-
-    def next(self) -> int | None:
-        """Return what to try; None: larger sizes bring nothing, or none is left."""
-        low, high = self._low, self._high
-        if high - low <= 1 or self._in_vain >= _IN_VAIN:
-            return None
-        if high == len(self._sizes):
-            wanted = 2 * self._sizes[low] if low >= 0 else self._first
-            place = max(0, bisect.bisect_right(self._sizes, wanted) - 1)
-            return self._sizes[min(max(place, low + 1), high - 1)]
-        if low >= 0:
-            self._halvings += 1
-        if self._halvings > _HALVINGS or self._in_vain:
-            return None
-        return self._sizes[(low + high) // 2]

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from fsdp_magic.core.comparison import WARM_UP_STEPS, CompareReport, CompareRequest
 from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError
+from fsdp_magic.core.fastest_search import FastestSearch
 from fsdp_magic.core.protocol import TrainRequest
-from fsdp_magic.core.search import FastestSearch, LargestSearch, Predicted, Tried
+from fsdp_magic.core.search import LargestSearch, Predicted, Tried
 from fsdp_magic.core.specs import TrainSpec, TuneSpec
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.tuning import RoomReport

@@ -21,6 +21,7 @@ from fsdp_magic.core.specs import (
     ModelSpec,
     PlanSpec,
     TrainSpec,
+    TuneSpec,
 )
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook import magics, sessions
@@ -48,6 +49,10 @@ class FakeSession:
     def compare_from(self, *args: Any, **options: Any) -> str:
         self._note("compare_from", args, options)
         return "comparison"
+
+    def tune_from(self, *args: Any, **options: Any) -> str:
+        self._note("tune_from", args, options)
+        return "tuned"
 
     def plan_from(self, *args: Any, **options: Any) -> str:
         self._note("plan_from", args, options)
@@ -315,6 +320,8 @@ CELLS = [
     "%%fsdp\n1",
     "%%fsdp_model\nm = 1",
     "%%fsdp_train\nloss = 1",
+    "%%fsdp_tune\nloss = 1",
+    "%fsdp_tune",
     "%fsdp_shards",
     "%fsdp_status",
     "%fsdp_push a",
@@ -448,3 +455,24 @@ def test_compare_asks_for_the_strategies_of_the_line(
     spec = CompareSpec(strategies=("full_shard", "ddp+bf16"), steps=3)
     assert session.calls == [("compare_from", (spec,), {})]
     assert value == "comparison"
+
+
+def test_a_search_of_a_cell_gets_the_cell(shell: InteractiveShell, session: FakeSession) -> None:
+    assert ran(shell, "%%fsdp_tune --data d --max 8 -o found  # quickly\nloss = 1") is None
+    [(verb, (spec, cell), options)] = session.calls
+    assert (verb, spec, cell) == (
+        "tune_from",
+        TuneSpec(data="d", max=8, output="found"),
+        "loss = 1\n",
+    )
+    assert options["name"].startswith("<%%fsdp_tune [")
+    assert shell.user_ns["found"] == "tuned"
+
+
+def test_a_search_without_a_cell_is_of_the_last_one(
+    shell: InteractiveShell, session: FakeSession
+) -> None:
+    session.values = {"most": 64}
+    assert ran(shell, "%fsdp_tune --max most --objective throughput") == "tuned"
+    verb, args, _ = session.calls[-1]
+    assert (verb, args) == ("tune_from", (TuneSpec(max=64, objective="throughput"), None))

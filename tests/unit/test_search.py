@@ -10,13 +10,8 @@ from itertools import product
 
 import pytest
 
-from fsdp_magic.core.search import (
-    FastestSearch,
-    LargestSearch,
-    Predicted,
-    Tried,
-    doubling_and_halving,
-)
+from fsdp_magic.core.fastest_search import FastestSearch
+from fsdp_magic.core.search import LargestSearch, Predicted, Tried, doubling_and_halving
 
 ROOM = 1000.0
 Curve = Callable[[int], float]
@@ -185,6 +180,23 @@ def test_a_right_plan_is_confirmed_by_the_size_and_the_next() -> None:
     assert tried(range(1, 1000), lambda b: 100.0 + 9 * b, lambda b: 100.0 + 9 * b) == [100, 101]
 
 
+def test_a_plan_that_lacks_a_constant_is_shifted_by_what_was_measured() -> None:
+    plan: Predicted = lambda b: 60.0 + 9 * b  # noqa: E731
+    assert tried(range(1, 1000), lambda b: 100.0 + 9 * b, plan, known=1.05) == [104, 100, 101]
+
+
+def test_where_memory_bends_it_takes_few_sizes_in_the_mean() -> None:
+    """A search that trusts its estimates for ever, or lines through far sizes, takes more."""
+    draw, sizes, numbers = random.Random(4), range(1, 5001), []
+    for _ in range(20):
+        held, about = draw.uniform(0, 800), draw.randint(50, 4000)
+        for curve, plan in product(CURVES, PLANS):
+            each = (ROOM - held) / about
+            real, affine = CURVES[curve](held, each), CURVES["affine"](held, each)
+            numbers.append(len(tried(sizes, real, PLANS[plan](real, affine), held=held / 2)))
+    assert sum(numbers) / len(numbers) < 6.5
+
+
 def fastest(
     sizes: Sequence[int], rate: Callable[[int], float], *, end: int | None = None
 ) -> tuple[int, list[int]]:
@@ -214,8 +226,8 @@ def test_where_more_is_slower_the_smallest_is_taken() -> None:
     assert fastest(range(1, 10_001), lambda b: 10.0 / b) == (1, [1, 2, 4])
 
 
-def test_one_slow_size_does_not_end_the_search() -> None:
-    picked, _ = fastest(range(1, 65), lambda b: 1.0 if b == 8 else 10.0 * b)
+def test_two_slow_sizes_apart_do_not_end_the_search() -> None:
+    picked, _ = fastest(range(1, 65), lambda b: 1.0 if b in (4, 16) else 10.0 * b)
     assert picked == 64
 
 

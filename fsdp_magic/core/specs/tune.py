@@ -20,7 +20,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSpec:
-    """What is tuned, on which data; what is not given is as in the last training cell."""
+    """What is tuned, on which data; tried again, the last training cell says what is not given."""
 
     max: int | None = option(
         "--max",
@@ -92,6 +92,13 @@ class TuneSpec:
                 "two"
             )
         bound_name("-o", self.output, such_as="tuned")
+        # what training refuses is refused now, not when it is known which cell is tried
+        TrainSpec(**{"data": "data", **self._given()}, timeout=self.timeout)
+
+    def _given(self) -> dict[str, Any]:
+        """Return the options of training that were given."""
+        fields = ((name, getattr(self, name)) for name in _OF_TRAINING)
+        return {name: value for name, value in fields if value is not None}
 
     def _check_margin(self) -> None:
         margin = self.margin
@@ -112,9 +119,7 @@ class TuneSpec:
             UsageError: if there is nothing whose size could be changed.
         """
         spec = last or TrainSpec()
-        given: dict[str, Any] = {
-            name: value for name in _OF_TRAINING if (value := getattr(self, name)) is not None
-        }
+        given = self._given()
         if self.accumulate is not None:
             given["global_batch_size"] = None
         if self.global_batch_size is not None:
@@ -134,6 +139,8 @@ class TuneSpec:
             spec,
             **{**_WITHOUT, **given},
             steps=1,
+            # of which it is not known whether they count steps or epochs: all is put back anyway
+            scheduler_every=spec.scheduler_every or "step",
             timeout=self.timeout or spec.timeout,
         )
 
