@@ -12,10 +12,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fsdp_magic.core.units import MIB
+from fsdp_magic.core.units import KIB, MIB
 
-_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, MIB
-"""From which size on malloc maps memory for each request. Source: malloc.h of glibc."""
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 128 * KIB
+"""From which size on malloc maps memory for each request: what it begins with, and raises by
+itself. At 1 MiB activations below it left holes of half a limit. Source: malloc.h of glibc."""
 _OWN_BYTES = 64 * MIB
 """Room beyond the limit for the engine's own threads and messages."""
 _LIMIT: list[int] = []
@@ -46,11 +47,15 @@ def limited() -> Iterator[None]:
 
 @contextmanager
 def room_for(more_bytes: int) -> Iterator[None]:
-    """Let this process take so many bytes more inside; a limit that is set stays what it is."""
-    if _LIMIT:
-        yield
-        return
+    """Let this process take so many bytes more inside; for one without a limit."""
     with _refused_beyond(_data_bytes() + more_bytes + _OWN_BYTES):
+        yield
+
+
+@contextmanager
+def lowered(by_bytes: int) -> Iterator[None]:
+    """Have the limit that is set lower inside."""
+    with _refused_beyond(_LIMIT[0] - by_bytes):
         yield
 
 

@@ -182,6 +182,18 @@ _MAGICS: dict[str, tuple[str, str]] = {
         """,
         "%fsdp_compare --strategies full_shard,shard_grad_op,ddp+bf16 --steps 20",
     ),
+    "%%fsdp_tune": (
+        """
+        Whole steps of one size after the other run on every rank, and are put back: afterwards
+        everything is as before. The next %%fsdp_train on the same data takes the size that was
+        found. %fsdp_tune, without a cell, tries the last training cell. It returns what was found:
+        tuned.micro_batch_size, tuned.probes, tuned.table, tuned.choose(4).
+        """,
+        """
+        %%fsdp_tune --data train_data
+        loss = model(**batch).loss
+        """,
+    ),
     "%%fsdp_plan": (
         """
         The cell binds `model` and, if it likes, `optimizer` (else AdamW), `example_batch(b)` and
