@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from as_before import assert_as_before, note
-from clean_engines import FRESH_NAMES, cleaned
 from tuned_models import (
     ADAMW,
     CNN,
     CNN_CELL,
     GPT2,
     GPT2_CELL,
-    LIMIT,
     MLP,
     MLP_CELL,
     QUICK,
@@ -25,7 +22,6 @@ from tuned_models import (
 )
 
 from fsdp_magic.core.search import doubling_and_halving
-from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.core.units import MIB
 from fsdp_magic.errors import OutOfMemoryOnRankError
 from fsdp_magic.notebook.session import Session
@@ -76,23 +72,6 @@ CASES = {
 }
 NIGHTLY = (pytest.mark.nightly, pytest.mark.timeout(600))
 BY_DEFAULT = ("ddp", "zero1")
-
-
-@pytest.fixture(scope="module")
-def limited(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
-    """Return a function: number of ranks -> a session in which each may take 256 MiB."""
-    made: dict[int, Session] = {}
-
-    def of(n: int) -> Session:
-        if n not in made:
-            made[n] = Session(InitSpec(n=n, memory_limit=LIMIT))
-            kept_sessions.append(made[n])
-            made[n].run(FRESH_NAMES, show=False)
-        return cleaned(made[n])
-
-    yield of
-    for session in made.values():
-        session.shutdown()
 
 
 def allocated(session: Session) -> list[int]:

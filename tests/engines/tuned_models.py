@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-LIMIT = "256MiB"
-
 _HEAD = """
 import random, numpy, torch
 from torch import nn
