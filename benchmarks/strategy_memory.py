@@ -51,7 +51,7 @@ DEEP: dict[str, tuple[int, int]] = {
     "zero1": (640, 300),
     "shard_grad_op": (640, 300),
     "shard_grad_op" + BF16: (1024, 400),
-    "full_shard": (1024, 400),
+    "full_shard": (1024, 500),
     "full_shard" + LAST: (640, 300),
 }
 """Width and layers of the stack; more where the formula leaves less beside a unit."""
@@ -158,8 +158,12 @@ def of_deep_stack(engines: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for strategy, (width, layers) in DEEP.items():
         name, _, option = strategy.partition(" --")
-        options = dict([option.replace("-", "_").split()]) if option else {}
-        with fsdp_magic.init(n=engines, device="cpu", show=False) as session:
+        options: dict[str, Any] = dict([option.replace("-", "_").split()]) if option else {}
+        if name not in ("ddp", "zero1"):
+            options["meta"] = True  # else every rank builds the whole model first
+        # with a limit malloc gives what is freed back to the system, and less memory is needed
+        limited = fsdp_magic.init(n=engines, device="cpu", memory_limit="16GiB", show=False)
+        with limited as session:
             measured, _ = peaks(
                 session, stack(width, layers), STACK_CELL, accumulate=2, strategy=name, **options
             )

@@ -27,8 +27,8 @@ ALLOWED_TAGS = {
     *("div", "span", "b", "table", "thead", "tbody", "tr", "th", "td"),
     *("pre", "img", "wbr", "details", "summary"),
 }
-SVG_TAGS = {"svg", "title", "path"}
-ALLOWED_ATTRIBUTES = {"style", "title", "role", "scope", "alt", "src", "open"}
+SVG_TAGS = {"svg", "title", "path", "circle", "rect"}
+ALLOWED_ATTRIBUTES = {"style", "title", "role", "scope", "alt", "src", "open", "colspan"}
 
 
 def memory(activations: float = 10.0, **changes: Any) -> MemorySample:

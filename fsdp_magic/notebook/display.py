@@ -96,6 +96,13 @@ def is_notebook() -> bool:
     return shell is not None and _draws_html(shell)
 
 
+def show_widget(widget: Any) -> None:
+    """Show a widget, in a notebook."""
+    from IPython.display import display
+
+    display(widget)  # type: ignore[no-untyped-call]
+
+
 def bundle(data: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
     """Display a MIME bundle as it is, and return the handle that can replace it."""
     from IPython.display import display

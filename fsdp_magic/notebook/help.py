@@ -184,10 +184,10 @@ _MAGICS: dict[str, tuple[str, str]] = {
     ),
     "%%fsdp_tune": (
         """
-        Whole steps of one size after the other run on every rank, and are put back: afterwards
-        everything is as before. The next %%fsdp_train on the same data takes the size that was
-        found. %fsdp_tune, without a cell, tries the last training cell. It returns what was found:
-        tuned.micro_batch_size, tuned.probes, tuned.table, tuned.choose(4).
+        Whole steps of one size after the other run on all ranks, and everything is put back. The
+        next %%fsdp_train on the same data takes the size that was found, unless it is told
+        another. %fsdp_tune, without a cell, tries the last training cell with its options. It
+        returns what it found: tuned.micro_batch_size, tuned.probes, tuned.table, tuned.choose(12).
         """,
         """
         %%fsdp_tune --data train_data

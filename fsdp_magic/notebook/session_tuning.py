@@ -75,6 +75,7 @@ class Tuning(Planning):
             world_size=self.world_size,
             names=[each.name for each in variants] or [present],
             is_table=bool(variants),
+            is_endless=rooms[0].most_samples is None and spec.max is None,
             use=partial(self._history.use, request.spec.data),
         )
         tuned.most = rooms[0].most_samples
@@ -100,11 +101,12 @@ class Tuning(Planning):
             tuned.state = "failed"
             raise
         finally:
-            if tuned.probes or tuned.state == "done":
-                tuner.draw(final=True)
-                self._history.last_frame = tuned.last_frame
-                if show:
-                    display.mark_shown(tuned)
+            tuner.draw(final=True)
+            self._history.last_frame = tuned.last_frame
+            if show:
+                display.mark_shown(tuned)
+        if show:
+            tuned.show_slider()
         return tuned
 
     def _tried(self, spec: TuneSpec, code: str | None, name: str) -> TrainRequest:

@@ -1,96 +1,18 @@
-"""KERNEL: what a search for a micro-batch size found: its probes, its pick, and the picture."""
+"""KERNEL: what a search for a micro-batch size found: its pick, and the picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.specs.tune import Objective
-from fsdp_magic.core.units import bytes_text
 from fsdp_magic.core.wording import quoted
 from fsdp_magic.notebook import display
+from fsdp_magic.notebook.probes import Probe, TunedStrategy
+from fsdp_magic.notebook.slider import slider
+from fsdp_magic.notebook.slider_sizes import slider_data
 from fsdp_magic.panels import tuner
 from fsdp_magic.panels.tuner_view import ProbeView, TunedRow, TunerState, TunerView
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """One size that was tried: whole steps of it, on every rank.
-
-    Attributes:
-        micro_batch_size: samples per rank per forward.
-        fits: whether it ran on every rank with the margin left free.
-        peak_bytes: the most that was allocated, by rank; empty: memory ran out.
-        load_bytes: the peak of the rank nearest to its end, as if it had the room of the rank with
-            least; None: memory ran out.
-        samples_per_second: of all ranks; None: not measured.
-        seconds_per_step: None: not measured.
-        samples_per_step: of all ranks; None: batches have no number of samples.
-        why: why it does not fit; empty: it does.
-        is_end_of_data: whether it was the data that had no step of it.
-    """
-
-    micro_batch_size: int
-    fits: bool
-    peak_bytes: tuple[int, ...] = ()
-    load_bytes: int | None = None
-    samples_per_second: float | None = None
-    seconds_per_step: float | None = None
-    samples_per_step: int | None = None
-    why: str = ""
-    is_end_of_data: bool = False
-
-    def __repr__(self) -> str:
-        peak = f", peak {bytes_text(max(self.peak_bytes))}" if self.peak_bytes else ""
-        return f"<micro-batch {self.micro_batch_size}: {self.why or 'fits'}{peak}>"
-
-
-@dataclass(slots=True, kw_only=True)
-class TunedStrategy:
-    """What was found under one strategy.
-
-    Attributes:
-        name: of the strategy, with what it adds.
-        is_present: whether the models are spread so.
-        probes: in the order in which they ran.
-        micro_batch_size: the pick, which has run; 0: none fits; None: not searched to its end.
-        accumulate: micro-batches per step with the pick.
-        ended_by: what ended the search, in a few words: ``memory``, ``the data``, ``--max``,
-            ``speed``.
-        reason: the same as a sentence.
-        failure: why there is nothing; empty: there is.
-    """
-
-    name: str
-    is_present: bool = False
-    probes: list[Probe] = field(default_factory=list)
-    micro_batch_size: int | None = None
-    accumulate: int = 1
-    ended_by: str = ""
-    reason: str = ""
-    failure: str = ""
-
-    @property
-    def picked(self) -> Probe | None:
-        """The probe of the pick."""
-        for probe in reversed(self.probes):
-            if probe.micro_batch_size == self.micro_batch_size and probe.fits:
-                return probe
-        return None
-
-    @property
-    def samples_per_second(self) -> float | None:
-        """Samples of all ranks a second, with the pick; None: not measured."""
-        return None if self.picked is None else self.picked.samples_per_second
-
-    @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """The most that was allocated with the pick, by rank."""
-        return () if self.picked is None else self.picked.peak_bytes
-
-    def __repr__(self) -> str:
-        return f"<{self.name}: {self.failure or f'micro-batch {self.micro_batch_size}'}>"
 
 
 class Tuned:
@@ -102,6 +24,7 @@ class Tuned:
         world_size: ranks.
         names: of the strategies to come.
         is_table: whether strategies were asked for.
+        is_endless: whether neither the data nor anybody says where sizes end.
         use: makes a size the default of the next training cell; raises a ``UsageError`` if it
             cannot.
 
@@ -112,6 +35,7 @@ class Tuned:
         room_bytes: what tensors may take on the rank with least room, the margin included.
         planned: (size, predicted peak) of the strategy that is searched.
         notes: sentences a person should read.
+        differing: what to say of samples that differ in length; nothing: they do not.
         seconds: that it took so far.
         trying: the size under way; None: none is.
         last_frame: the panel, as HTML and as text.
@@ -125,6 +49,7 @@ class Tuned:
         world_size: int,
         names: Iterable[str],
         is_table: bool,
+        is_endless: bool,
         use: Callable[[int], None],
     ) -> None:
         self.objective: Objective = objective
@@ -137,10 +62,12 @@ class Tuned:
         self.room_bytes: int | None = None
         self.planned: Sequence[tuple[int, int]] = ()
         self.notes: list[str] = []
+        self.differing = ""
         self.seconds = 0.0
         self.trying: int | None = None
         self.last_frame: tuple[str, str] = ("", "")
         self._is_table = is_table
+        self._is_endless = is_endless
         self._use = use
 
     @property
@@ -192,9 +119,21 @@ class Tuned:
         self._use(size)
 
     def show(self) -> None:
-        """Show the panel."""
+        """Show the panel, and the slider where anywidget is installed."""
         display.show(*self.frame())
         display.mark_shown(self)
+        self.show_slider()
+
+    def show_slider(self) -> None:
+        """Show the slider in a notebook, where there is a size to choose and anywidget for it."""
+        each = self.present
+        if each is None:
+            return
+        data = slider_data(each, capacity_bytes=self.room_bytes, margin=self.margin)
+        if data is not None and display.is_notebook():
+            widget = slider(data, self.choose)
+            if widget is not None:
+                display.show_widget(widget)
 
     def frame(self) -> tuple[str, str]:
         """Return the panel at this moment, as HTML and as text, and remember it."""
@@ -215,14 +154,14 @@ class Tuned:
             capacity_bytes=self.room_bytes,
             margin=self.margin,
             pick=None if shown is None else shown.micro_batch_size or _largest(shown),
-            most=self.most,
+            most=None if shown is None or self._is_endless else shown.sizes[-1],
             accumulate=1 if shown is None else shown.accumulate,
             ranks=self.world_size,
             ended_by="" if shown is None else shown.reason,
             rows=[self._row(each) for each in self.table] if self._is_table else [],
             pending=self.pending if self._is_table else [],
             seconds=self.seconds,
-            notes=self.notes,
+            notes=[*filter(None, [self.differing]), *self.notes],
             stamp=display.stamp(),
         )
 

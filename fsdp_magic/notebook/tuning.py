@@ -20,8 +20,9 @@ from fsdp_magic.core.units import ranks_named
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.comparing import measured
 from fsdp_magic.notebook.engines import Engines
+from fsdp_magic.notebook.probes import Probe, TunedStrategy
 from fsdp_magic.notebook.screen import Nowhere
-from fsdp_magic.notebook.tuned import Probe, Tuned, TunedStrategy
+from fsdp_magic.notebook.tuned import Tuned
 
 _TIMED_STEPS = {"memory": 1, "throughput": 4}
 _ENDLESS = 1 << 20
@@ -83,6 +84,7 @@ class Tuner:
         self._panel = display.Panel()
         self._began = self._drawn_at = time.monotonic()
         self._refused: OutOfMemoryOnRankError | None = None
+        self._lengths: list[float] = []
 
     # -- searching
 
@@ -99,7 +101,7 @@ class Tuner:
                 fits the models as they are.
         """
         tuned = self._tuned
-        each = TunedStrategy(name=name, is_present=variant is None)
+        each = TunedStrategy(name=name, is_present=variant is None, sizes=self._sizes)
         tuned.table.append(each)
         tuned.pending.remove(name)
         tuned.state, tuned.planned = "searching", self._curve(predicted)
@@ -120,6 +122,7 @@ class Tuner:
             return
         finally:
             tuned.trying = None
+            each.expected = self._search(predicted, each.probes).expected()
         each.micro_batch_size = pick
         each.accumulate = self._accumulate(pick)
         each.ended_by, each.reason = self._ending(each)
@@ -129,17 +132,23 @@ class Tuner:
                 raise self._nothing_fits(each)
 
     def _largest(self, probe: Callable[[int], Probe], predicted: Predicted | None) -> int:
+        search = self._search(predicted)
+        while (size := search.next()) is not None:
+            search.add(_tried(probe(size)))
+        return search.largest
+
+    def _search(self, predicted: Predicted | None, probes: Sequence[Probe] = ()) -> LargestSearch:
+        """Return the search for the largest size, after probes."""
         search = LargestSearch(
             self._sizes,
             room=self._room,
             rest=max(room.held_bytes for room in self._rooms.values()),
             predicted=predicted,
-            first=self._request.spec.micro_batch_size or _BEGIN,
+            first=_BEGIN,
         )
-        while (size := search.next()) is not None:
-            made = probe(size)
-            search.add(Tried(size=size, fits=made.fits, peak=made.load_bytes))
-        return search.largest
+        for each in probes:
+            search.add(_tried(each))
+        return search
 
     def _fastest(self, probe: Callable[[int], Probe]) -> int:
         search = FastestSearch(self._sizes, first=_SMALL)
@@ -184,6 +193,7 @@ class Tuner:
 
     def _judged(self, size: int, reports: Sequence[CompareReport]) -> Probe:
         run, per_step = measured(reports, accumulate=self._request.spec.accumulate)
+        self._note_lengths(reports)
         peaks = tuple(report.run.peak_memory.peak_allocated_bytes for report in reports)
         loads = [peak - self._free(rank) for rank, peak in enumerate(peaks)]
         fits = max(loads) <= 0
@@ -204,6 +214,18 @@ class Tuner:
             samples_per_step=samples,
             why=why,
         )
+
+    def _note_lengths(self, reports: Sequence[CompareReport]) -> None:
+        """Say so where samples differ in length: memory is that of the steps that were tried."""
+        for records in (report.run.records for report in reports):
+            counts = zip(records.tokens or (), records.samples, strict=False)
+            self._lengths += [tokens / samples for tokens, samples in counts if samples]
+        if self._lengths and max(self._lengths) > min(self._lengths):
+            low, high = round(min(self._lengths)), round(max(self._lengths))
+            self._tuned.differing = (
+                f"samples of the steps that were tried had {low:,} to {high:,} tokens on average; "
+                "longer ones take more: leave a larger --margin, or pad all to one length"
+            )
 
     def _free(self, rank: int) -> float:
         """Return what tensors may take on a rank, without the margin."""
@@ -252,11 +274,16 @@ class Tuner:
 
     def _nothing_fits(self, each: TunedStrategy) -> Exception:
         """Return the error that says that not even the smallest size fits."""
+        less = (
+            "a strategy that holds less (%%fsdp_model --strategy full_shard), more ranks "
+            f"(%fsdp_init -n {2 * len(self._rooms)} --restart) or a smaller model"
+        )
         if self._refused is not None:
+            self._refused.add_line(f"Not even a micro-batch of {self._sizes[0]:,} fits; try {less}")
             return self._refused
         return OutOfMemoryOnRankError(
             f"not even a micro-batch of {self._sizes[0]:,} fits: {each.reason}; lower --margin, or "
-            "build the model with a strategy that holds less (%%fsdp_model --strategy full_shard)",
+            f"try {less}",
             exceptions={},
         )
 
@@ -266,7 +293,7 @@ class Tuner:
         """Return a plan as points, from the smallest size to beyond what it says fits."""
         if predicted is None or not self._sizes:
             return []
-        largest = LargestSearch(self._sizes, room=self._room, predicted=predicted).next() or 1
+        largest = self._search(predicted).next() or 1
         end = min(self._sizes[-1], max(largest + 2, largest * 3 // 2))
         sizes = sorted({1 + (end - 1) * part // 24 for part in range(25)})
         return [(size, round(predicted(size))) for size in sizes]
@@ -283,3 +310,7 @@ class Tuner:
             frame = self._tuned.frame()
             if self._show:
                 self._panel.draw(*frame, final=final)
+
+
+def _tried(probe: Probe) -> Tried:
+    return Tried(size=probe.micro_batch_size, fits=probe.fits, peak=probe.load_bytes)

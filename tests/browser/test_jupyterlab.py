@@ -19,8 +19,10 @@ from tour import (
     QUEUED,
     RAISES,
     SHOWN,
+    SIZED,
     STATUS,
     TRAIN,
+    TUNE,
     WRONG,
     Seen,
     play,
@@ -91,6 +93,24 @@ def test_a_page_that_is_reloaded_during_a_run_shows_where_it_stood_and_later_how
 
 
 # ---------------------------------------------------------------- what ranks print and show
+
+
+def test_a_search_for_the_batch_size_is_drawn_while_the_kernel_is_busy(seen: Seen) -> None:
+    status, searching = seen.tuning
+    assert status == "busy"
+    assert "trying" in searching
+    assert "fastest micro-batch 16" in seen.output[TUNE]
+    assert "trying" not in seen.output[TUNE]
+
+
+def test_the_slider_sets_the_size_of_the_next_training_cell(seen: Seen) -> None:
+    assert seen.slid == ("the next %%fsdp_train uses 16", "the next %%fsdp_train uses 15")
+    assert "15 × 1 × 2 ranks = 30 samples a step" in seen.output[SIZED]
+
+
+def test_the_last_chart_of_a_search_is_a_picture_in_the_file(seen: Seen) -> None:
+    assert "fastest micro-batch 16" in seen.copy[TUNE]
+    assert seen.chart_width > 0
 
 
 def test_equal_lines_of_ranks_are_one_and_others_are_labelled(seen: Seen) -> None:

@@ -24,11 +24,13 @@ from panel_records import (
     view,
 )
 from plan_records import memory_plan
+from tuner_records import probe, search, tuned_rows
 
 from fsdp_magic.core.whereabouts import Whereabouts
-from fsdp_magic.panels import comparison, evaluation, mosaic, plan, status, training
+from fsdp_magic.panels import comparison, evaluation, mosaic, plan, status, training, tuner
 from fsdp_magic.panels.comparison import ComparedView, ComparisonView
 from fsdp_magic.panels.plan_view import PlanView, view_of
+from fsdp_magic.panels.tuner_view import TunerView
 from fsdp_magic.panels.waiting import WaitingView
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class Seen:
         heights: of the frames of a run, by width of the page and by its ranks.
         boxes: of hostile panels: width of the page; then height, width, width that is needed.
         happened: dialogs and requests of hostile panels.
-        cut_off: pixels of a comparison and a plan that their frames hide, by width of the page.
+        cut_off: pixels of comparison, plan and tuner that their frames hide, by width of the page.
     """
 
     heights: dict[tuple[int, str], set[int]] = field(default_factory=dict)
@@ -71,7 +73,13 @@ def seen(test_run: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
                 seen.heights[width, run] = {height for height, _, _ in measured}
             measured = shown(page, waiting_frames(), width)
             seen.heights[width, "ranks that wait"] = {height for height, _, _ in measured}
-            wide = [comparison.html(compared(LONG_NAME)), plan.html(planned(LONG_NAME, 6))]
+            measured = shown(page, [tuner.html(view) for view in tuner_views()], width)
+            seen.heights[width, "tuner"] = {height for height, _, _ in measured}
+            wide = [
+                comparison.html(compared(LONG_NAME)),
+                plan.html(planned(LONG_NAME, 6)),
+                tuner.html(tuned(LONG_NAME)),
+            ]
             shown(page, wide, width)
             seen.cut_off[width] = page.evaluate(
                 "[...document.body.children].map(panel => panel.scrollWidth - panel.clientWidth)"
@@ -105,6 +113,27 @@ def compared(name: str, failure: str = "out of memory: rank 1 had 2 GiB") -> Com
     )
 
 
+def tuner_views() -> list[TunerView]:
+    """A search for a batch size from its first frame to each of its ends."""
+    return [
+        search(state="planning", planned=(), capacity_bytes=None),
+        search(trying=1, most=4096),
+        search(1, trying=24),
+        search(1, 23, 24, trying=22),
+        search(1, 23, 24, 22, state="done", ended_by="25 would not fit"),
+        search(1, 23, state="stopped", ended_by="you stopped it"),
+        search(state="failed", ended_by="ValueError on rank 1"),
+    ]
+
+
+def tuned(name: str, why: str = "out of memory on rank 1") -> TunerView:
+    """A table of strategies that all have one name."""
+    rows = [replace(row, name=name) for row in tuned_rows(6)]
+    said: dict[str, Any] = {"strategy": name, "ended_by": why, "notes": (why,)}
+    probes = [probe(1), probe(25, why=why)]
+    return search(state="done", probes=probes, pick=1, rows=rows, pending=[name], **said)
+
+
 def planned(name: str, strategies: int = 1) -> PlanView:
     """A plan of strategies that all have one name."""
     one = view_of(memory_plan("full_shard"), stamp="12:00:00")
@@ -125,6 +154,7 @@ def hostile_panels(bad: str) -> list[str]:
         training.html(view(ranks=ranks, message=bad, notes=(bad,), metrics={bad: 1.0})),
         comparison.html(compared(bad, bad)),
         plan.html(planned(bad)),
+        tuner.html(tuned(bad, bad)),
         mosaic.html(model),
         status.html(where, stamp=bad),
         evaluation.html(evaluated(metrics={bad: 1.0}, rows={bad: 2}, notes=(bad,))),
@@ -169,19 +199,19 @@ def shown(page: Page, panels: list[str], width: int) -> list[list[int]]:
 
 
 def test_every_frame_of_a_run_has_the_same_height(seen: Seen) -> None:
-    assert len(seen.heights) == 8
+    assert len(seen.heights) == 10
     assert {run: heights for run, heights in seen.heights.items() if len(heights) > 1} == {}
 
 
 def test_hostile_values_run_nothing_and_stay_on_the_page(seen: Seen) -> None:
-    assert len(seen.boxes) == 28
+    assert len(seen.boxes) == 32
     for width, (height, wide, needed) in seen.boxes:
         assert height < 2_000
         assert wide <= needed <= width
     assert [what for what in seen.happened if not what.startswith(("about:", "data:"))] == []
 
 
-def test_comparisons_and_plans_are_seen_whole_on_a_narrow_page_too(
+def test_comparisons_plans_and_tuners_are_seen_whole_on_a_narrow_page_too(
     seen: Seen,
 ) -> None:
-    assert seen.cut_off == {width: [0, 0] for width in WIDTHS}
+    assert seen.cut_off == {width: [0, 0, 0] for width in WIDTHS}

@@ -20,8 +20,9 @@ ATTACK = "<img src=x onerror=hacked=1>"
 """Text that would run a script where it is taken for HTML."""
 
 (
-    LOAD, INIT, CELL, MODEL, TRAIN, QUEUED, AFTER, SHOWN, RAISES, WRONG, LATER, STATUS, TYPED,
-) = range(13)  # fmt: skip
+    LOAD, INIT, CELL, MODEL, TRAIN, QUEUED, AFTER, SHOWN, RAISES, WRONG, LATER, STATUS, TUNE, SIZED,
+    TYPED,
+) = range(15)  # fmt: skip
 CELLS = {
     LOAD: "%load_ext fsdp_magic",
     INIT: "%fsdp_init -n 2 --device cpu",
@@ -43,7 +44,8 @@ class Block(nn.Module):
 
 model = nn.Sequential(nn.Linear(16, 64), *(Block() for _ in range(4)), nn.Linear(64, 8))
 model.add_module("{ATTACK}", nn.Linear(8, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)""",
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+samples = torch.randn(64, 16)""",
     TRAIN: """%%fsdp_train --steps 2000
 time.sleep(0.05)
 loss = model(torch.randn(8, 16)).square().mean()""",
@@ -60,11 +62,15 @@ HTML("<b class='shown-by-ranks'>shown by all ranks</b>")""",
 time.sleep(0.05)
 loss = model(torch.randn(8, 16)).square().mean()""",
     STATUS: "%fsdp_status",
+    TUNE: """%%fsdp_tune --data samples --objective throughput --max 16
+time.sleep(0.05)
+loss = model(batch).square().mean()""",
+    SIZED: "%%fsdp_train --data samples --steps 2\nloss = model(batch).square().mean()",
     TYPED: "",
 }
 _PICTURED = {
     "init": INIT, "output": CELL, "mosaic": MODEL, "stopped": TRAIN, "display": SHOWN,
-    "error": RAISES, "refused": WRONG, "status": STATUS,
+    "error": RAISES, "refused": WRONG, "status": STATUS, "tuner": TUNE,
 }  # fmt: skip
 _THEMES: dict[str, Theme] = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 _STEP = re.compile(r"(\d+)/2,000")
@@ -89,12 +95,15 @@ class Seen:
         names: what it offered to complete an attribute of a name that engines have.
         open_rows: rows of the mosaic that were open after other cells had run.
         shown_html: elements that a rank displayed as HTML.
+        tuning: the kernel's status and the text under the tuner's cell while it searched.
+        slid: what the slider said before and after an arrow key was pressed on it.
         reloaded: the kernel's status and the text of a run's panel after a reload in its midst.
         background: of the page in the dark theme.
         saved: outputs of each cell in the file.
         copy_status: the kernel's status in a copy that was opened elsewhere.
         copy: text under the cells of that copy.
         pictures: widths of the images that the copy could draw.
+        chart_width: of the tuner's picture in the copy.
         bars: how many coloured boxes the copy drew, by cell.
         attacks: scripts or images that text brought into a page, by page.
     """
@@ -109,12 +118,15 @@ class Seen:
     names: list[str] = field(default_factory=list)
     open_rows: int = 0
     shown_html: int = 0
+    tuning: tuple[str | None, str] = (None, "")
+    slid: tuple[str, str] = ("", "")
     reloaded: tuple[str | None, str] = (None, "")
     background: str = ""
     saved: list[list[dict[str, Any]]] = field(default_factory=list)
     copy_status: str | None = ""
     copy: dict[int, str] = field(default_factory=dict)
     pictures: list[int] = field(default_factory=list)
+    chart_width: int = 0
     bars: dict[int, int] = field(default_factory=dict)
     attacks: dict[str, Any] = field(default_factory=dict)
 
@@ -125,6 +137,7 @@ def play(notebook: Notebook, server: Server, seen: Seen, pictures: Path) -> None
     go_on(notebook, seen, pictures)
     complete(notebook, seen, pictures)
     reload(notebook, seen)
+    tune(notebook, seen, pictures)
     look(notebook, seen, pictures)
     keep(notebook, seen)
     open_a_copy(notebook, server, seen, pictures)
@@ -189,6 +202,23 @@ def reload(notebook: Notebook, seen: Seen) -> None:
     notebook.run_cell(STATUS)
 
 
+def tune(notebook: Notebook, seen: Seen, pictures: Path) -> None:
+    """Watch a search for the batch size, move the slider, and train with what it says."""
+    notebook.start_cell(TUNE)
+    notebook.wait_for_output(TUNE, r"trying (8|16) ")
+    seen.tuning = (notebook.kernel_status, notebook.output(TUNE))
+    notebook.cell(TUNE).screenshot(path=pictures / "tuning_dark.png")
+    notebook.wait_until_idle()
+    slider = notebook.cell(TUNE).locator("input[type=range]")
+    answer = notebook.cell(TUNE).get_by_role("status")
+    slider.focus()
+    before = answer.inner_text()
+    notebook.page.keyboard.press("ArrowLeft")
+    notebook.wait_for_output(TUNE, "next %%fsdp_train uses 15")
+    seen.slid = (before, answer.inner_text())
+    notebook.run_cell(SIZED)
+
+
 def look(notebook: Notebook, seen: Seen, pictures: Path) -> None:
     """Take the pictures in both themes, and note the text of every cell."""
     for word, theme in _THEMES.items():
@@ -223,6 +253,8 @@ def open_a_copy(notebook: Notebook, server: Server, seen: Seen, pictures: Path) 
     seen.copy = {index: copy.output(index) for index in CELLS}
     images = copy.cell(TRAIN).locator("img")
     seen.pictures = images.evaluate_all("images => images.map(image => image.naturalWidth)")
+    seen.chart_width = copy.cell(TUNE).locator("img").first.evaluate("image => image.naturalWidth")
+    copy.cell(TUNE).screenshot(path=pictures / "untrusted_tuner_dark.png")
     for index in (MODEL, TRAIN):
         seen.bars[index] = copy.cell(index).locator("td *").evaluate_all(_COLOURED)
     copy.cell(TRAIN).screenshot(path=pictures / "untrusted_dark.png")

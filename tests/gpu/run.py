@@ -42,6 +42,7 @@ from engine_cells import (
     SILENT_CELL,
     WHERE_THINGS_ARE,
 )
+from tuning import SETTING, tuned
 
 from fsdp_magic.errors import OutOfMemoryOnRankError, UsageError
 from fsdp_magic.notebook import world
@@ -292,6 +293,9 @@ def run_all(report: Report) -> None:
             if gpu:
                 report.check("BatchNorm over ranks", lambda: synchronized_batchnorm(two))
             report.check("memory cap", lambda: memory_cap(two))
+    report.check("tuned size", lambda: tuned(report.device, ""))
+    if gpu:
+        report.check("tuned size, unfragmented", lambda: tuned(report.device, SETTING))
     report.check("kernel never initialised CUDA", kernel_untouched)
     report.check("kernel with a CUDA context", lambda: kernel_touched(report))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from typing import Any
@@ -27,11 +28,12 @@ from panel_records import (
     unknown_ranks,
     view,
 )
+from tuner_records import probe, search, tuned_rows
 
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.units import GIB
 from fsdp_magic.core.whereabouts import Whereabouts
-from fsdp_magic.panels import errors, evaluation, mosaic, status, training
+from fsdp_magic.panels import errors, evaluation, mosaic, status, training, tuner
 from fsdp_magic.panels.gauges import PARTS
 from fsdp_magic.panels.loss_history import LossHistory
 from fsdp_magic.panels.parts import plain
@@ -78,6 +80,11 @@ def _panels(bad: str) -> dict[str, tuple[str, str]]:
         rank_status(0, host=bad, device=bad, device_name=bad, models=(bad, bad), torch_version=bad),
         rank_status(1, host=bad + "2", device=bad + "2", device_name=bad + "2", models=(bad,)),
     ]
+    tried = [probe(1), probe(25, why=bad)]
+    row = replace(tuned_rows(1)[0], name=bad, ended_by=bad)
+    said: dict[str, Any] = {"strategy": bad, "ended_by": bad, "notes": (bad,), "stamp": bad}
+    tuning = search(probes=tried, rows=[row, replace(row, failure=bad)], pending=[bad], **said)
+    tuned = replace(tuning, state="done")
     card = evaluated(metrics={bad: 1.0}, rows={bad: 2}, notes=(bad,), stamp=bad)
     return {
         "running": (training.html(frame), training.text(frame)),
@@ -85,6 +92,8 @@ def _panels(bad: str) -> dict[str, tuple[str, str]]:
         "mosaic": (mosaic.html(model), mosaic.text(model)),
         "status": (status.html(where, stamp=bad), status.text(where, stamp=bad)),
         "evaluation": (evaluation.html(card), evaluation.text(card)),
+        "tuning": (tuner.html(tuning), tuner.text(tuning)),
+        "tuned": (tuner.html(tuned), tuner.text(tuned)),
     }
 
 
@@ -103,7 +112,7 @@ def test_hostile_values_run_nothing_and_break_no_layout(kind: str) -> None:
 
 
 def test_markup_is_shown_as_what_it_is() -> None:
-    for panel in ("running", "last", "mosaic", "evaluation"):
+    for panel in ("running", "last", "mosaic", "evaluation", "tuning", "tuned"):
         source, _ = _panels(HOSTILE)[panel]
         assert "<img src=x" not in source
         assert "<img src=x onerror=alert(1)>" in Page(source).text
@@ -125,6 +134,10 @@ def test_control_characters_are_taken_out() -> None:
 # ---------------------------------------------------------------- what can be read
 
 
+_DRAWING = re.compile(r"<svg xmlns(?:(?!<svg xmlns).)*</svg>")
+"""A drawing with those inside it."""
+
+
 @cache
 def _sources() -> tuple[str, ...]:
     """Every panel in every state that changes what is in it."""
@@ -142,6 +155,8 @@ def _drawn() -> Iterator[str]:
     yield training.html(view(losses=LossHistory([1.0, float("nan")]), steps=2))
     yield training.html(view(evaluates=True, metrics={"a": float("inf")}))
     yield evaluation.html(evaluated(metrics={"a": float("nan")}))
+    for state in ("planning", "searching", "done", "stopped", "failed"):
+        yield tuner.html(search(1, 24, 25, state=state, rows=tuned_rows(), pending=("ddp",)))
 
 
 class _Inks(HTMLParser):
@@ -162,7 +177,7 @@ class _Inks(HTMLParser):
             colour = found[1]
         if found := re.search(r"font-size:([.\d]+)px", style):
             size = float(found[1])
-        if tag != "img":
+        if tag not in ("img", "wbr"):
             self._inks.append((opacity, colour, size))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -248,8 +263,8 @@ def test_a_panel_speaks_to_a_screen_reader_only_when_it_is_asked() -> None:
             named = attributes.get("aria-label") or tag == "svg"
             assert attributes.get("role") not in ("img", "progressbar") or named
             assert tag not in ("th",) or attributes["scope"] == "col"
-        for drawing in re.findall(r"<svg.*?</svg>", source):
-            assert "<title>Loss over" in drawing
+        for drawing in _DRAWING.findall(source):
+            assert re.search("<title>(?:Loss over|Peak memory and)", drawing)
 
 
 _KEPT = {
@@ -260,7 +275,7 @@ _KEPT = {
     *("margin-left", "margin-right", "margin-top", "max-width", "min-height", "min-width"),
     *("opacity", "overflow", "overflow-wrap", "overflow-x", "padding", "padding-bottom"),
     *("padding-left", "padding-right", "position", "table-layout", "text-align", "width"),
-    *("text-overflow", "white-space"),
+    *("right", "text-overflow", "top", "white-space", "align-items"),
 }
 """What JupyterLab leaves of the styles of a notebook that is not trusted, as far as we use it.
 
@@ -271,7 +286,7 @@ _LOST = {"font-variant-numeric"}  # digits of unequal width are no loss
 
 def test_styles_survive_in_a_notebook_that_is_not_trusted() -> None:
     for source in _sources():
-        for style in re.findall(r'style="([^"]*)"', re.sub(r"<svg.*?</svg>", "", source)):
+        for style in re.findall(r'style="([^"]*)"', _DRAWING.sub("", source)):
             names = {part.partition(":")[0].strip() for part in style.split(";") if part.strip()}
             assert names <= _KEPT | _LOST, names - _KEPT - _LOST
 
