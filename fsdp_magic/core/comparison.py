@@ -46,7 +46,7 @@ class CompareRequest:
         name: its file name in tracebacks.
         spec: its options, with the steps to take: those that warm up, and those measured.
         variant: how the models are spread that were set aside; None: they are as they are.
-        room_bytes: that may be allocated, where nothing else sets a bound; None: nothing does.
+        room_bytes: that may be allocated on a CPU; None: what its limit says.
     """
 
     code: str

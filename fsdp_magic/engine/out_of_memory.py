@@ -28,6 +28,8 @@ from fsdp_magic.engine.interrupts import ReleasedByPeerError
 from fsdp_magic.engine.reachable import reachable
 
 _SIGNS = ("can't allocate memory", "out of memory", "std::bad_alloc")
+_ONEDNN_SIGNS = ("could not create a primitive", "could not execute a primitive")
+"""The whole of what oneDNN says when it gets no memory for its code or workspace."""
 _ASKED = re.compile(r"(?:tried|[Uu]nable) to allocate (\d+(?:\.\d*)?) (bytes|B|[KMGT]iB)", re.I)
 """Source: torch's c10/core/impl/alloc_cpu.cpp and CUDACachingAllocator.cpp, numpy's
 ``_ArrayMemoryError``."""
@@ -66,7 +68,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    if not isinstance(error, RuntimeError):
+        return False
+    return str(error) in _ONEDNN_SIGNS or any(sign in str(error) for sign in _SIGNS)
 
 
 def described(error: BaseException) -> OutOfMemory | None:

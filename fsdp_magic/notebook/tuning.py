@@ -31,6 +31,8 @@ _ENDLESS = 1 << 20
 _FRAME_SECONDS = 0.5
 _BEGIN = 8
 """Where a search begins that has no plan: the size of a training cell that names none."""
+_SMALL = 2
+"""Where one for speed begins: batch norm refuses a single sample, which is hardly the fastest."""
 
 
 def sizes_of(most: int | None, spec: TuneSpec, training: TrainSpec, *, ranks: int) -> Sequence[int]:
@@ -150,7 +152,7 @@ class Tuner:
         return search
 
     def _fastest(self, probe: Callable[[int], Probe]) -> int:
-        search = FastestSearch(self._sizes)
+        search = FastestSearch(self._sizes, first=_SMALL)
         while (size := search.next()) is not None:
             made = probe(size)
             search.add(size, fits=made.fits, rate=made.samples_per_second)
@@ -170,9 +172,9 @@ class Tuner:
                 name=self._request.name,
                 spec=spec,
                 variant=variant,
-                room_bytes=room.room_bytes,
+                room_bytes=int(self._free(rank)),
             )
-            for rank, room in self._rooms.items()
+            for rank in self._rooms
         }
         try:
             replies, _ = self._engines.ask(

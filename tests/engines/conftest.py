@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,11 +16,24 @@ from fsdp_magic.notebook.session import Session
 @pytest.fixture(scope="session")
 def world(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
     """Return a function: number of ranks -> a kept session, with nothing of earlier tests on it."""
+    with _kept(kept_sessions) as worlds:
+        yield worlds
+
+
+@pytest.fixture(scope="session")
+def limited(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
+    """Return what ``world`` does; each rank may take 256 MiB."""
+    with _kept(kept_sessions, memory_limit="256MiB") as worlds:
+        yield worlds
+
+
+@contextmanager
+def _kept(kept_sessions: list[Any], **options: Any) -> Iterator[Callable[[int], Session]]:
     worlds: dict[int, Session] = {}
 
     def of(n: int) -> Session:
         if n not in worlds:
-            worlds[n] = Session(InitSpec(n=n, device="cpu"))
+            worlds[n] = Session(InitSpec(n=n, device="cpu", **options))
             kept_sessions.append(worlds[n])
             worlds[n].run(FRESH_NAMES, show=False)
         return cleaned(worlds[n])

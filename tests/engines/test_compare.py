@@ -7,92 +7,12 @@ import signal
 import threading
 
 import pytest
+from as_before import BUILT, CELL, assert_as_before, note
 
 from fsdp_magic.errors import CellFailedError, UsageError
 from fsdp_magic.notebook.session import Session
 
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "ddp")
-
-BUILT = """
-import torch
-import torch.nn as nn
-torch.manual_seed(1)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)) for _ in range(2)
-        )
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):
-        x = self.embed(x)
-        for each in self.blocks:
-            x = x + each(x)
-        return self.head(x) * self.scale
-
-    def score(self, x):
-        return self.scale * x.sum()
-
-model = Net().double()
-model.scale.no_decay = True
-model.blocks[1][1].bias.requires_grad_(False)
-model.register_forward_hook(lambda module, args, out: out)
-teacher = Net().double().eval()
-free = torch.ones(3, dtype=torch.float64, requires_grad=True)
-optimizer = torch.optim.AdamW(
-    [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-     {"params": [p for p in model.parameters() if p.ndim < 2] + [free], "lr": torch.tensor(0.01)}],
-    lr=0.02,
-)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-generator = torch.Generator().manual_seed(2)
-data = list(torch.randint(0, 11, (90,), generator=generator))
-kept = list(model.parameters())
-"""
-CELL = """
-assert model.scale.no_decay  # marks and what is frozen are as the person left them, also inside
-with torch.no_grad():
-    target = teacher(batch)
-loss = (model(batch) - target).pow(2).mean() + (free - 0.3).pow(2).mean()
-"""
-STATE = """
-import random, types
-def content(value):
-    value = value.to_local() if hasattr(value, "to_local") else value
-    return (value.detach().clone(), str(value.dtype)) if isinstance(value, torch.Tensor) else value
-def shape(module):
-    ours = {k: v for k, v in vars(module).items() if not isinstance(v, dict)}
-    inner = {k: [(n, id(x)) for n, x in v.items()] for k, v in vars(module).items()
-             if isinstance(v, dict)}
-    return type(module), {k: id(v) for k, v in ours.items()}, inner
-def state():
-    engine = __import__("builtins")._fsdp_magic_call.__self__
-    return [
-        [(id(p), content(p), p.requires_grad) for p in [*model.parameters(), free, *kept]],
-        [(id(p), vars(p)) for p in model.parameters()],
-        [content(b) for b in [*model.buffers(), *teacher.buffers()]],
-        [[(id(k), {n: content(v) for n, v in s.items()}) for k, s in optimizer.state.items()]],
-        [(id(g), list(map(id, g["params"])), {k: content(v) for k, v in g.items() if k != "params"})
-         for g in optimizer.param_groups],
-        scheduler.state_dict(), torch.get_rng_state(), random.getstate(),
-        [shape(m) for m in [*model.modules(), *teacher.modules()]],
-        engine.steps, engine.epoch, list(engine.models), [id(m) for m in engine.models.values()],
-        [c.place for c in engine.position._cursors], id(loss), loss.item(),
-    ]
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
-    return a == b
-"""
 
 
 def trained(session: Session, cell: str = CELL, strategy: str = "full_shard") -> list[float]:
@@ -101,18 +21,8 @@ def trained(session: Session, cell: str = CELL, strategy: str = "full_shard") ->
     options = {"data": "data", "micro_batch_size": 5, "scheduler_every": "step", "show": False}
     session.train(cell, steps=3, **options)
     comes = session.train(cell, steps=6, trial=True, **options).losses
-    session.run(STATE, show=False)
-    session.run("before = state()", show=False)
+    note(session)
     return comes
-
-
-def assert_as_before(session: Session) -> None:
-    said = session.run(
-        "after = state()\n"
-        "print([i for i, (a, b) in enumerate(zip(before, after)) if not same(a, b)])",
-        show=False,
-    )
-    assert [each.stdout.strip() for each in said] == ["[]"] * session.world_size
 
 
 def trains_on(session: Session, cell: str = CELL) -> list[float]:
