@@ -14,14 +14,14 @@ from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.search import Predicted
 from fsdp_magic.core.specs import CompareSpec, ModelSpec, PlanSpec, TuneSpec
 from fsdp_magic.core.specs.compare import Variant
-from fsdp_magic.core.tuning import HoldRequest, RoomReport, RoomRequest
+from fsdp_magic.core.tuning import HoldRequest, RoomReport, RoomRequest, sizes_of
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.comparing import kept, set_aside
 from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.options import spec_of
 from fsdp_magic.notebook.session_planning import Planning
 from fsdp_magic.notebook.tuned import Tuned
-from fsdp_magic.notebook.tuning import Tuner, sizes_of
+from fsdp_magic.notebook.tuning import Tuner
 
 _PLANNED_FROM = 8
 """Samples of the batch that a plan is made from, if the data have so many."""

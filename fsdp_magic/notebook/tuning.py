@@ -14,7 +14,7 @@ from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError
 from fsdp_magic.core.fastest_search import FastestSearch
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.search import LargestSearch, Predicted, Tried
-from fsdp_magic.core.specs import TrainSpec, TuneSpec
+from fsdp_magic.core.specs import TuneSpec
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.tuning import RoomReport
 from fsdp_magic.core.units import ranks_named
@@ -26,29 +26,11 @@ from fsdp_magic.notebook.screen import Nowhere
 from fsdp_magic.notebook.tuned import Tuned
 
 _TIMED_STEPS = {"memory": 1, "throughput": 4}
-_ENDLESS = 1 << 20
-"""The largest size that is tried where neither the data nor anybody says an end."""
 _FRAME_SECONDS = 0.5
 _BEGIN = 8
 """Where a search begins that has no plan: the size of a training cell that names none."""
 _SMALL = 2
 """Where one for speed begins: batch norm refuses a single sample, which is hardly the fastest."""
-
-
-def sizes_of(most: int | None, spec: TuneSpec, training: TrainSpec, *, ranks: int) -> Sequence[int]:
-    """Return the sizes that may be tried, ascending: where a global batch is kept, its parts.
-
-    Args:
-        most: the largest of which the data fill a step; None: not known.
-        spec: what was asked for.
-        training: the options of the steps.
-        ranks: in the world.
-    """
-    end = min((n for n in (most, spec.max) if n is not None), default=_ENDLESS)
-    if training.global_batch_size is None:
-        return range(1, end + 1)
-    share = training.global_batch_size // (ranks if training.data_sharding == "auto" else 1)
-    return [size for size in range(1, min(end, share) + 1) if share % size == 0]
 
 
 class Tuner:
@@ -261,16 +243,18 @@ class Tuner:
         if first.is_end_of_data:
             return "the data", f"the data fill no step of {size}"
         margin = self._spec.margin
-        keeps = f"; --margin {margin:g} keeps {100 * margin:g} %"
-        said = keeps if margin and first.peak_bytes else ""
+        is_free = first.why.startswith("leaves")  # some, but not as much as is to stay free
+        said = f"; --margin {margin:g} keeps {100 * margin:g} %" if margin and is_free else ""
         return "memory", f"{size} {first.why}{said}"
 
     def _end_of_sizes(self) -> tuple[str, str]:
-        last, spec = self._sizes[-1], self._request.spec
-        if self._spec.max is not None and self._spec.max - last in (0, 1):
+        most, spec = self._tuned.most, self._request.spec
+        if self._spec.max is not None and (most is None or self._spec.max < most):
             return "--max", f"--max {self._spec.max:,} ends the search"
         if spec.global_batch_size is not None:
             return "the global batch", "it is a rank's whole part of the global batch"
+        if most is None:
+            return "no end", f"{self._sizes[-1]:,} is the largest size that is tried"
         return "the data", "the data fill no larger step"
 
     def _nothing_fits(self, each: TunedStrategy) -> Exception:
