@@ -14,11 +14,12 @@ from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.search import Predicted
 from fsdp_magic.core.specs import CompareSpec, ModelSpec, PlanSpec, TuneSpec
 from fsdp_magic.core.specs.compare import Variant
-from fsdp_magic.core.tuning import HoldRequest, RoomReport, RoomRequest, sizes_of
+from fsdp_magic.core.tuning import HoldRequest, RoomRequest, sizes_of
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.comparing import kept, set_aside
 from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.options import spec_of
+from fsdp_magic.notebook.rooms import Rooms
 from fsdp_magic.notebook.session_planning import Planning
 from fsdp_magic.notebook.tuned import Tuned
 from fsdp_magic.notebook.tuning import Tuner
@@ -65,7 +66,7 @@ class Tuning(Planning):
         """Find the micro-batch size as a spec says; see ``tune``."""
         self.engines.weights.refuse_torn()
         request = self._tried(spec, code, name)
-        rooms = self._rooms(request)
+        rooms = self._rooms(request, spec.margin)
         built: BuiltReport = self._quietly("built", {0: BuiltRequest()})[0].report
         variants = self._variants(spec, built)
         present = _name_of(built)
@@ -75,11 +76,11 @@ class Tuning(Planning):
             world_size=self.world_size,
             names=[each.name for each in variants] or [present],
             is_table=bool(variants),
-            is_endless=rooms[0].most_samples is None and spec.max is None,
+            is_endless=rooms.most_samples is None and spec.max is None,
             use=partial(self._history.use, request.spec.data),
         )
-        tuned.most = rooms[0].most_samples
-        tuned.room_bytes = min(room.room_bytes for room in rooms.values())
+        tuned.most = rooms.most_samples
+        tuned.room_bytes = rooms.capacity_bytes
         sizes = sizes_of(tuned.most, spec, request.spec, ranks=self.world_size)
         tuner = Tuner(self.engines, request, spec, tuned, rooms=rooms, sizes=sizes, show=show)
         ways: dict[str, Variant | None] = {each.name: each for each in variants} or {present: None}
@@ -129,9 +130,9 @@ class Tuning(Planning):
             code=code, name=name or self._name("fsdp_tune"), run_id=0, spec=training
         )
 
-    def _rooms(self, request: TrainRequest) -> dict[int, RoomReport]:
+    def _rooms(self, request: TrainRequest, margin: float) -> Rooms:
         replies = self._quietly("room", self._everywhere(RoomRequest(spec=request.spec)))
-        return {rank: replies[rank].report for rank in sorted(replies)}
+        return Rooms({rank: replies[rank].report for rank in sorted(replies)}, margin)
 
     def _variants(self, spec: TuneSpec, built: BuiltReport) -> tuple[Variant, ...]:
         if not spec.strategies:
@@ -152,7 +153,7 @@ class Tuning(Planning):
         request: TrainRequest,
         built: BuiltReport,
         ways: Mapping[str, Variant | None],
-        rooms: Mapping[int, RoomReport],
+        rooms: Rooms,
         tuned: Tuned,
     ) -> dict[str, Predicted]:
         """Return the peak of any size by strategy, where it can be planned.
@@ -168,17 +169,17 @@ class Tuning(Planning):
         except (UsageError, CellFailedError) as error:
             tuned.notes.append(f"without a plan: {str(error).splitlines()[0]}")
             return {}
-        held = max(room.other_bytes for room in rooms.values())
+        held = rooms.other_bytes
         return {name: _beside(held, plan[name].peak_bytes) for name in plan.strategies}
 
     def _plan_of_sizes(
         self,
         request: TrainRequest,
         specs: Mapping[str, ModelSpec],
-        rooms: Mapping[int, RoomReport],
+        rooms: Rooms,
         built: BuiltReport,
     ) -> Any:
-        most = rooms[0].most_samples or _PLANNED_FROM
+        most = rooms.most_samples or _PLANNED_FROM
         sized = replace(request.spec, micro_batch_size=min(most, _PLANNED_FROM))
         sized = replace(sized, global_batch_size=None)
         spec = PlanSpec()

@@ -6,7 +6,7 @@ What an engine changed is put back before it answers, so nothing here has to be 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdp_magic.core.comparison import WARM_UP_STEPS, CompareReport, CompareRequest
@@ -16,13 +16,14 @@ from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.search import LargestSearch, Predicted, Tried
 from fsdp_magic.core.specs import TuneSpec
 from fsdp_magic.core.specs.compare import Variant
-from fsdp_magic.core.tuning import RoomReport
 from fsdp_magic.core.units import ranks_named
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.comparing import measured
 from fsdp_magic.notebook.engines import Engines
 from fsdp_magic.notebook.probes import Probe, TunedStrategy
+from fsdp_magic.notebook.rooms import Rooms
 from fsdp_magic.notebook.screen import Nowhere
+from fsdp_magic.notebook.search_endings import ending_of, nothing_fits
 from fsdp_magic.notebook.tuned import Tuned
 
 _TIMED_STEPS = {"memory": 1, "throughput": 4}
@@ -53,7 +54,7 @@ class Tuner:
         spec: TuneSpec,
         tuned: Tuned,
         *,
-        rooms: Mapping[int, RoomReport],
+        rooms: Rooms,
         sizes: Sequence[int],
         show: bool,
     ) -> None:
@@ -108,11 +109,13 @@ class Tuner:
             each.expected = self._search(predicted, each.probes).expected()
         each.micro_batch_size = pick
         each.accumulate = self._accumulate(pick)
-        each.ended_by, each.reason = self._ending(each)
+        each.ended_by, each.reason = ending_of(
+            each, self._spec, self._request.spec, most=tuned.most
+        )
         if not pick:
             each.failure = each.reason
             if variant is None:
-                raise self._nothing_fits(each)
+                raise nothing_fits(each, refused=self._refused, ranks=tuned.world_size)
 
     def _largest(self, probe: Callable[[int], Probe], predicted: Predicted | None) -> int:
         search = self._search(predicted)
@@ -124,8 +127,8 @@ class Tuner:
         """Return the search for the largest size, after probes."""
         search = LargestSearch(
             self._sizes,
-            room=self._room,
-            rest=max(room.held_bytes for room in self._rooms.values()),
+            room=self._rooms.least,
+            rest=self._rooms.held_bytes,
             predicted=predicted,
             first=_BEGIN,
         )
@@ -154,9 +157,9 @@ class Tuner:
                 name=self._request.name,
                 spec=spec,
                 variant=variant,
-                room_bytes=int(self._free(rank)),
+                room_bytes=int(self._rooms.free(rank)),
             )
-            for rank in self._rooms
+            for rank in range(self._tuned.world_size)
         }
         try:
             replies, _ = self._engines.ask(
@@ -178,20 +181,13 @@ class Tuner:
         run, per_step = measured(reports, accumulate=self._request.spec.accumulate)
         self._note_lengths(reports)
         peaks = tuple(report.run.peak_memory.peak_allocated_bytes for report in reports)
-        loads = [peak - self._free(rank) for rank, peak in enumerate(peaks)]
-        fits = max(loads) <= 0
-        rank = loads.index(max(loads))
-        why = ""
-        if not fits:
-            free = 1 - peaks[rank] / max(1, self._rooms[rank].capacity_bytes)
-            left = f"leaves {100 * free:.1f} % free" if free > 0 else "takes more than there is"
-            why = f"{left} on rank {rank}"
+        load, why = self._rooms.judged(peaks)
         samples = run.samples_per_step
         return Probe(
             micro_batch_size=size,
-            fits=fits,
+            fits=not why,
             peak_bytes=peaks,
-            load_bytes=round(self._room + max(loads)),
+            load_bytes=load,
             samples_per_second=None if per_step is None or not samples else samples / per_step,
             seconds_per_step=per_step,
             samples_per_step=samples,
@@ -210,67 +206,11 @@ class Tuner:
                 "longer ones take more: leave a larger --margin, or pad all to one length"
             )
 
-    def _free(self, rank: int) -> float:
-        """Return what tensors may take on a rank, without the margin."""
-        room = self._rooms[rank]
-        return room.room_bytes - self._spec.margin * room.capacity_bytes
-
-    @property
-    def _room(self) -> float:
-        """What they may take on the rank with least."""
-        return min(map(self._free, self._rooms))
-
-    # -- words
-
     def _accumulate(self, size: int) -> int:
-        spec, ranks = self._request.spec, len(self._rooms)
+        spec, ranks = self._request.spec, self._tuned.world_size
         if spec.global_batch_size is None or not size:
             return spec.accumulate
         return spec.global_batch_size // (size * (ranks if spec.data_sharding == "auto" else 1))
-
-    def _ending(self, each: TunedStrategy) -> tuple[str, str]:
-        """Return what ended a search, in a few words and as a sentence."""
-        pick = each.micro_batch_size or 0
-        larger = [p for p in each.probes if not p.fits and p.micro_batch_size > pick]
-        if self._tuned.objective == "throughput" and pick:
-            others = [p for p in each.probes if p.fits and p.micro_batch_size > pick]
-            if others:
-                return "speed", "larger sizes are not faster"
-        if not larger:
-            return self._end_of_sizes()
-        first = min(larger, key=lambda p: p.micro_batch_size)
-        size = f"{first.micro_batch_size:,}"
-        if first.is_end_of_data:
-            return "the data", f"the data fill no step of {size}"
-        margin = self._spec.margin
-        is_free = first.why.startswith("leaves")  # some, but not as much as is to stay free
-        said = f"; --margin {margin:g} keeps {100 * margin:g} %" if margin and is_free else ""
-        return "memory", f"{size} {first.why}{said}"
-
-    def _end_of_sizes(self) -> tuple[str, str]:
-        most, spec = self._tuned.most, self._request.spec
-        if self._spec.max is not None and (most is None or self._spec.max < most):
-            return "--max", f"--max {self._spec.max:,} ends the search"
-        if spec.global_batch_size is not None:
-            return "the global batch", "it is a rank's whole part of the global batch"
-        if most is None:
-            return "no end", f"{self._sizes[-1]:,} is the largest size that is tried"
-        return "the data", "the data fill no larger step"
-
-    def _nothing_fits(self, each: TunedStrategy) -> Exception:
-        """Return the error that says that not even the smallest size fits."""
-        less = (
-            "a strategy that holds less (%%fsdp_model --strategy full_shard), more ranks "
-            f"(%fsdp_init -n {2 * len(self._rooms)} --restart) or a smaller model"
-        )
-        if self._refused is not None:
-            self._refused.add_line(f"Not even a micro-batch of {self._sizes[0]:,} fits; try {less}")
-            return self._refused
-        return OutOfMemoryOnRankError(
-            f"not even a micro-batch of {self._sizes[0]:,} fits: {each.reason}; lower --margin, or "
-            f"try {less}",
-            exceptions={},
-        )
 
     # -- drawing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from fsdp_magic.core.units import MIB
 from fsdp_magic.errors import OutOfMemoryOnRankError, UsageError
 from fsdp_magic.notebook.history import History
 from fsdp_magic.notebook.probes import Probe, TunedStrategy
+from fsdp_magic.notebook.rooms import Rooms
+from fsdp_magic.notebook.search_endings import ending_of, nothing_fits
 from fsdp_magic.notebook.tuned import Tuned
 from fsdp_magic.notebook.tuning import Tuner
 
@@ -123,7 +126,7 @@ def tuner(spec: TuneSpec, training: TrainSpec, found: Tuned, *, most: int | None
     found.most = most
     sizes = sizes_of(most, spec, training, ranks=2)
     request = TrainRequest(code="loss = 1", name="<cell>", run_id=0, spec=training)
-    rooms = {0: ROOM, 1: ROOM}
+    rooms = Rooms({0: ROOM, 1: ROOM}, spec.margin)
     return Tuner(None, request, spec, found, rooms=rooms, sizes=sizes, show=False)  # type: ignore[arg-type]
 
 
@@ -169,8 +172,7 @@ def test_what_ended_a_search_is_said(
 ) -> None:
     asked = TuneSpec(**spec)
     each = TunedStrategy(name="ddp", probes=[probe(8), *probes], micro_batch_size=8)
-    made = tuner(asked, TrainSpec(data="d", **training), tuned(objective=asked.objective))
-    assert made._ending(each) == ending
+    assert ending_of(each, asked, TrainSpec(data="d", **training), most=64) == ending
 
 
 @pytest.mark.parametrize(
@@ -180,15 +182,34 @@ def test_what_ended_a_search_is_said(
 def test_where_nobody_knows_how_far_data_go_they_ended_nothing(
     limit: int | None, says: str
 ) -> None:
-    each = TunedStrategy(name="ddp", probes=[probe(8)], micro_batch_size=8)
-    made = tuner(TuneSpec(max=limit), TrainSpec(data="d"), tuned(), most=None)
-    assert made._ending(each)[1] == says
+    spec, training = TuneSpec(max=limit), TrainSpec(data="d")
+    sizes = sizes_of(None, spec, training, ranks=2)
+    each = TunedStrategy(name="ddp", probes=[probe(8)], micro_batch_size=8, sizes=sizes)
+    assert ending_of(each, spec, training, most=None)[1] == says
+
+
+@pytest.mark.parametrize(
+    ("peaks", "load", "why"),
+    [
+        ((95 * MIB, 90 * MIB), 95 * MIB, ""),
+        ((90 * MIB, 96 * MIB), 96 * MIB, "leaves 4.0 % free on rank 1"),
+        ((90 * MIB, 151 * MIB), 101 * MIB, "takes more than there is on rank 2"),
+    ],
+)
+def test_the_rank_nearest_to_its_end_decides(peaks: tuple[int, int], load: int, why: str) -> None:
+    rooms = {0: ROOM, 1: ROOM}
+    if "rank 2" in why:  # one with more room, and more than that
+        larger = replace(ROOM, room_bytes=150 * MIB, capacity_bytes=150 * MIB)
+        rooms, peaks, why = {0: ROOM, 1: larger}, peaks, why.replace("rank 2", "rank 1")
+        load = round(0.95 * 100 * MIB + 151 * MIB - 0.95 * 150 * MIB)
+    assert Rooms(rooms, 0.05).judged(peaks) == (load, why)
 
 
 def test_where_nothing_fits_the_error_says_what_to_do() -> None:
-    made = tuner(TuneSpec(), TrainSpec(data="d"), tuned())
-    each = TunedStrategy(name="ddp", probes=[TOO_FULL], micro_batch_size=0, reason="it is full")
-    error = made._nothing_fits(each)
+    each = TunedStrategy(
+        name="ddp", probes=[TOO_FULL], micro_batch_size=0, reason="it is full", sizes=range(1, 9)
+    )
+    error = nothing_fits(each, refused=None, ranks=2)
     assert isinstance(error, OutOfMemoryOnRankError)
     assert "not even a micro-batch of 1 fits: it is full; lower --margin, or" in str(error)
     assert "--strategy full_shard" in str(error)
