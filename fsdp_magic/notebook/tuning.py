@@ -233,8 +233,7 @@ class Tuner:
         pick = each.micro_batch_size or 0
         larger = [p for p in each.probes if not p.fits and p.micro_batch_size > pick]
         if self._tuned.objective == "throughput" and pick:
-            others = [p for p in each.probes if p.fits and p.micro_batch_size > pick]
-            if others:
+            if any(p.fits and p.micro_batch_size > pick for p in each.probes):
                 return "speed", "larger sizes are not faster"
         if not larger:
             return self._end_of_sizes()
@@ -243,9 +242,8 @@ class Tuner:
         if first.is_end_of_data:
             return "the data", f"the data fill no step of {size}"
         margin = self._spec.margin
-        is_free = first.why.startswith("leaves")  # some, but not as much as is to stay free
-        said = f"; --margin {margin:g} keeps {100 * margin:g} %" if margin and is_free else ""
-        return "memory", f"{size} {first.why}{said}"
+        keeps = f"; --margin {margin:g} keeps {100 * margin:g} %" if margin else ""
+        return "memory", f"{size} {first.why}{keeps if first.why.startswith('leaves') else ''}"
 
     def _end_of_sizes(self) -> tuple[str, str]:
         most, spec = self._tuned.most, self._request.spec
