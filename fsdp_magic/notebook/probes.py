@@ -52,7 +52,7 @@ class TunedStrategy:
         micro_batch_size: the pick, which has run; 0: none fits; None: not searched to its end.
         accumulate: micro-batches per step with the pick.
         ended_by: what ended the search, in a few words: ``memory``, ``the data``, ``--max``,
-            ``speed``.
+            ``the global batch``, ``speed``; ``no end``: nothing did.
         reason: the same as a sentence.
         failure: why there is nothing; empty: there is.
         sizes: that might have been tried, ascending.

@@ -31,7 +31,7 @@ class Tuned:
     Attributes:
         table: what was found under each strategy.
         state: where the search is.
-        most: the largest size that the data or ``--max`` allow; None: no end is known.
+        most: the largest size of which the data fill a step; None: no end is known.
         room_bytes: what tensors may take on the rank with least room, the margin included.
         planned: (size, predicted peak) of the strategy that is searched.
         notes: sentences a person should read.
