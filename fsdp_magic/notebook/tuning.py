@@ -232,9 +232,9 @@ class Tuner:
         """Return what ended a search, in a few words and as a sentence."""
         pick = each.micro_batch_size or 0
         larger = [p for p in each.probes if not p.fits and p.micro_batch_size > pick]
-        if self._tuned.objective == "throughput" and pick:
-            if any(p.fits and p.micro_batch_size > pick for p in each.probes):
-                return "speed", "larger sizes are not faster"
+        slower = [p for p in each.probes if p.fits and p.micro_batch_size > pick]
+        if self._tuned.objective == "throughput" and pick and slower:
+            return "speed", "larger sizes are not faster"
         if not larger:
             return self._end_of_sizes()
         first = min(larger, key=lambda p: p.micro_batch_size)
