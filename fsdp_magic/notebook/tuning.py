@@ -132,9 +132,17 @@ class Tuner:
                 raise self._nothing_fits(each)
 
     def _largest(self, probe: Callable[[int], Probe], predicted: Predicted | None) -> int:
-        search = self._search(predicted)
+        search, made = self._search(predicted), list[Probe]()
         while (size := search.next()) is not None:
-            search.add(_tried(probe(size)))
+            try:
+                made.append(probe(size))
+                search.add(_tried(made[-1]))
+            except CellFailedError:
+                if size > 1 or len(self._sizes) < 2:
+                    raise
+                # a single sample may be no batch, as for batch norm; a bug is one of 2 as well
+                self._sizes = self._sizes[1:]
+                search = self._search(predicted, made)
         return search.largest
 
     def _search(self, predicted: Predicted | None, probes: Sequence[Probe] = ()) -> LargestSearch:
@@ -200,7 +208,8 @@ class Tuner:
         rank = loads.index(max(loads))
         why = ""
         if not fits:
-            free = 1 - peaks[rank] / max(1, self._rooms[rank].capacity_bytes)
+            room = self._rooms[rank]
+            free = (room.room_bytes - peaks[rank]) / max(1, room.capacity_bytes)
             left = f"leaves {100 * free:.1f} % free" if free > 0 else "takes more than there is"
             why = f"{left} on rank {rank}"
         samples = run.samples_per_step
