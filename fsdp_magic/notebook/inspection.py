@@ -137,6 +137,8 @@ class Inspection(Lifetime):
     def _everywhere(self, request: Any) -> dict[int, Any]:
         return dict.fromkeys(range(self.world_size), request)
 
-    def _quietly(self, verb: str, requests: Mapping[int, Any]) -> dict[int, Reply]:
+    def _quietly(
+        self, verb: str, requests: Mapping[int, Any], *, timeout: float | None = None
+    ) -> dict[int, Reply]:
         """Ask ranks without showing what they print."""
-        return self.engines.ask(verb, requests, screen=Nowhere())[0]
+        return self.engines.ask(verb, requests, screen=Nowhere(), timeout=timeout)[0]

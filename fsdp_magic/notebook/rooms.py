@@ -61,6 +61,7 @@ class Rooms:
         if most <= 0:
             return load, ""
         rank = beyond.index(most)
-        left = 1 - peaks[rank] / max(1, self._reports[rank].capacity_bytes)
+        report = self._reports[rank]
+        left = (report.room_bytes - peaks[rank]) / max(1, report.capacity_bytes)
         what = f"leaves {100 * left:.1f} % free" if left > 0 else "takes more than there is"
         return load, f"{what} on rank {rank}"

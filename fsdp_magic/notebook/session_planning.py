@@ -82,6 +82,7 @@ class Planning(Inspection):
         world_size: int,
         accumulate: int,
         spec: PlanSpec,
+        timeout: float | None = None,
     ) -> planning.Plan:
         """Trace a training cell in rank 0's process, and plan it.
 
@@ -92,6 +93,7 @@ class Planning(Inspection):
             world_size: ranks.
             accumulate: micro-steps of a step.
             spec: what was asked for.
+            timeout: seconds that it may take; None: any time.
         """
         request = PlanRequest(
             training=training,
@@ -100,7 +102,7 @@ class Planning(Inspection):
             sequence_length=spec.seq_len,
             device_kind=device.kind,
         )
-        answer = self._quietly("plan", {0: request})[0].report
+        answer = self._quietly("plan", {0: request}, timeout=timeout)[0].report
         if isinstance(answer, TraceFailed):
             raise planning.failure_of(answer.failure)
         if any(each.compile for each in specs.values()):

@@ -192,6 +192,7 @@ class Tuning(Planning):
             world_size=self.world_size,
             accumulate=accumulate,
             spec=spec,
+            timeout=request.spec.timeout,
         )
 
     def _take(self, tuned: Tuned) -> None:

@@ -118,9 +118,17 @@ class Tuner:
                 raise nothing_fits(each, refused=self._refused, ranks=tuned.world_size)
 
     def _largest(self, probe: Callable[[int], Probe], predicted: Predicted | None) -> int:
-        search = self._search(predicted)
+        search, made = self._search(predicted), list[Probe]()
         while (size := search.next()) is not None:
-            search.add(_tried(probe(size)))
+            try:
+                made.append(probe(size))
+                search.add(_tried(made[-1]))
+            except CellFailedError:
+                if size > 1 or not made:
+                    raise
+                # of a cell that ran with more: a single sample may be no batch, as for batch norm
+                self._sizes = self._sizes[1:]
+                search = self._search(predicted, made)
         return search.largest
 
     def _search(self, predicted: Predicted | None, probes: Sequence[Probe] = ()) -> LargestSearch:

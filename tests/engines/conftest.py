@@ -22,8 +22,8 @@ def world(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
 
 @pytest.fixture(scope="session")
 def limited(kept_sessions: list[Any]) -> Iterator[Callable[[int], Session]]:
-    """Return what ``world`` does; each rank may take 256 MiB."""
-    with _kept(kept_sessions, memory_limit="256MiB") as worlds:
+    """Return what ``world`` does; each rank may take 128 MiB."""
+    with _kept(kept_sessions, memory_limit="128MiB") as worlds:
         yield worlds
 
 

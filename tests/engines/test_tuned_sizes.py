@@ -127,7 +127,7 @@ def test_the_size_found_trains_the_next_does_not_fit_and_nothing_is_left(limited
     searched.assert_no_trace()
     assert tuned.probes[-1].micro_batch_size <= tuned.micro_batch_size + 1
     size, (found,) = tuned.micro_batch_size, tuned.table
-    free = (1 - case.margin) * 256 * MIB
+    free = (1 - case.margin) * 128 * MIB
     assert found.ended_by in ("memory", "the global batch")
 
     steps = 3 if name in BY_DEFAULT else 20

@@ -1,4 +1,4 @@
-"""Models, and cells, whose steps fill a rank of 256 MiB at some ten to a hundred samples."""
+"""Models, and cells, whose steps fill a rank of 128 MiB at some ten to a hundred samples."""
 
 from __future__ import annotations
 
