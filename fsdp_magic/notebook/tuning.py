@@ -124,9 +124,9 @@ class Tuner:
                 made.append(probe(size))
                 search.add(_tried(made[-1]))
             except CellFailedError:
-                if size > 1 or not made:
+                if size > 1 or len(self._sizes) < 2:
                     raise
-                # of a cell that ran with more: a single sample may be no batch, as for batch norm
+                # a single sample may be no batch, as for batch norm; a bug is one of 2 as well
                 self._sizes = self._sizes[1:]
                 search = self._search(predicted, made)
         return search.largest

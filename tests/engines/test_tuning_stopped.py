@@ -93,7 +93,7 @@ def test_a_size_that_takes_too_long_is_an_error(session) -> None:
     comes = trained(session, STUCK)
     session.run("bad = True", show=False)
     began = time.monotonic()
-    with pytest.raises(FsdpError, match="--timeout 1"):
+    with pytest.raises(FsdpError, match=r"after 1 s \(--timeout\)"):
         session.tune(max=4, timeout=1, show=False)
     assert time.monotonic() - began < 6.0
     assert_as_before(session)

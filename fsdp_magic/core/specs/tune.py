@@ -135,12 +135,13 @@ class TuneSpec:
                 f"the last training cell takes --tokens-per-batch {spec.tokens_per_batch}, and "
                 "%fsdp_tune changes samples; write the cell under a %%fsdp_tune, with --data NAME"
             )
+        is_manual = given.get("manual", spec.manual)
         return dataclasses.replace(
             spec,
             **{**_WITHOUT, **given},
             steps=1,
             # of which it is not known whether they count steps or epochs: all is put back anyway
-            scheduler_every=spec.scheduler_every or "step",
+            scheduler_every=None if is_manual else spec.scheduler_every or "step",
             timeout=self.timeout or spec.timeout,
         )
 
