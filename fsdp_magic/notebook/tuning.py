@@ -107,7 +107,7 @@ class Tuner:
         finally:
             tuned.trying = None
             each.expected = self._search(predicted, each.probes).expected()
-        each.micro_batch_size = pick
+        each.micro_batch_size, each.sizes = pick, self._sizes
         each.accumulate = self._accumulate(pick)
         each.ended_by, each.reason = ending_of(
             each, self._spec, self._request.spec, most=tuned.most
