@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from fsdp_magic.core.snapshot_header import HEADER_BYTES, SnapshotHeader
+from fsdp_magic.engine.raw_bytes import raw_bytes
 
 _INDEX_AT, _BOUNDARY, _BLOCK_BYTES = 64, 64, 512
 
@@ -81,7 +82,7 @@ class SnapshotFile:
             os.ftruncate(file, total)
             _write(file, memoryview(index), _INDEX_AT)
             for tensor, entry in zip(tensors, entries, strict=True):
-                _write(file, _bytes_of(tensor.detach().cpu().contiguous()), first + entry.offset)
+                _write(file, raw_bytes(tensor.detach().cpu().contiguous()), first + entry.offset)
             header = SnapshotHeader(
                 number=number, step=step, index_bytes=len(index), tensors_at=first
             )
@@ -123,7 +124,7 @@ class SnapshotReader:
         """Return a tensor, on the CPU."""
         entry = self.entries[index]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        view, place = _bytes_of(tensor), self._first + entry.offset
+        view, place = raw_bytes(tensor), self._first + entry.offset
         done = 0
         while done < len(view):
             done += os.preadv(self._file, [view[done:]], place + done)
@@ -142,12 +143,6 @@ def _entries(tensors: Sequence[torch.Tensor]) -> list[TensorEntry]:
         entries.append(TensorEntry(dtype=tensor.dtype, shape=shape, offset=offset, size=size))
         offset = _aligned(offset + size)
     return entries
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _write(file: int, view: memoryview, place: int) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.engine.raw_bytes import raw_bytes
 from fsdp_magic.engine.world import World
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -76,5 +77,5 @@ def _refuse_other_shapes(model: str, ranks: list[list[tuple[Any, ...]]]) -> None
 
 def _checksum(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return shape, dtype and a checksum over the bytes of a tensor."""
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return tuple(tensor.shape), tensor.dtype, zlib.crc32(content.data)
+    content = tensor.detach().contiguous().cpu()
+    return tuple(tensor.shape), tensor.dtype, zlib.crc32(raw_bytes(content))
