@@ -68,6 +68,10 @@ class History:
         data, found, accumulated = self._tuned
         if spec.data is None or spec.data != data:
             return spec, ""
+        of_run = self._newest.micro_batch_size if spec.resume and self._newest else None
+        if of_run is not None:  # its steps were counted in batches of that size
+            note = f"the micro-batch size is {of_run:,}, as in the run that this one finishes"
+            return replace(spec, micro_batch_size=of_run), note
         size, accumulate, why = found, spec.accumulate, "as %fsdp_tune found"
         if spec.global_batch_size is not None:  # of which it must be a part
             share = spec.global_batch_size // (ranks if spec.data_sharding == "auto" else 1)

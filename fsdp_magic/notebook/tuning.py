@@ -5,6 +5,7 @@ What an engine changed is put back before it answers, so nothing here has to be 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -69,6 +70,7 @@ class Tuner:
         self._began = self._drawn_at = time.monotonic()
         self._refused: OutOfMemoryOnRankError | None = None
         self._lengths: list[float] = []
+        self._is_finite = True
 
     # -- searching
 
@@ -194,6 +196,9 @@ class Tuner:
     def _judged(self, size: int, reports: Sequence[CompareReport]) -> Probe:
         run, per_step = measured(reports, accumulate=self._request.spec.accumulate)
         self._note_lengths(reports)
+        if self._is_finite and not all(map(math.isfinite, run.losses)):
+            self._is_finite = False
+            self._tuned.notes.append(f"a loss of micro-batch {size:,} was not finite")
         peaks = tuple(report.run.peak_memory.peak_allocated_bytes for report in reports)
         load, why = self._rooms.judged(peaks)
         samples = run.samples_per_step

@@ -159,6 +159,12 @@ def test_a_step_that_fails_for_its_size_is_raised_with_that_size(session) -> Non
         session.tune(cell, data="data", show=False)
 
 
+def test_a_loss_that_is_not_finite_is_said_once(session) -> None:
+    session.model(PLAIN, show=False)
+    tuned = session.tune(f"{LOSS} * float('nan')", data="data", max=3, show=False)
+    assert tuned.notes == ["a loss of micro-batch 3 was not finite"]
+
+
 @pytest.mark.parametrize(
     ("cell", "why"),
     [
