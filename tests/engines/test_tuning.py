@@ -179,6 +179,14 @@ def test_a_speed_that_nobody_can_tell_is_no_pick(session, cell, why) -> None:
         session.tune(cell, data=data, objective="throughput", show=False)
 
 
+def test_what_a_step_adds_to_an_optimizers_groups_is_gone_again(session) -> None:
+    session.model(PLAIN, show=False)
+    note(session)
+    cell = f"{LOSS}\noptimizer.param_groups[0].update(lr=7.0, first_step=1)"
+    session.tune(cell, data="data", max=2, show=False)
+    assert_as_before(session)
+
+
 def test_there_must_be_a_sharded_model_for_strategies(session) -> None:
     session.run(PLAIN, show=False)
     with pytest.raises(UsageError, match="no sharded model"):
