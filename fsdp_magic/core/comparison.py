@@ -47,6 +47,7 @@ class CompareRequest:
         spec: its options, with the steps to take: those that warm up, and those measured.
         variant: how the models are spread that were set aside; None: they are as they are.
         room_bytes: that may be allocated on a CPU; None: what its limit says.
+        moves_schedulers: whether learning rates follow their schedulers.
     """
 
     code: str
@@ -54,6 +55,7 @@ class CompareRequest:
     spec: TrainSpec
     variant: Variant | None
     room_bytes: int | None = None
+    moves_schedulers: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,6 +136,7 @@ class TrainRequest:
         spec: the options.
         evaluation: what ``--eval-every`` runs; None: the cell itself, on ``--eval-data``.
         steps_left: of the run that this one resumes; None: take those that the spec says.
+        moves_schedulers: whether learning rates follow their schedulers.
     """
 
     code: str
@@ -144,6 +145,7 @@ class TrainRequest:
     spec: TrainSpec
     evaluation: EvalRequest | None = None
     steps_left: int | None = None
+    moves_schedulers: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,7 +187,13 @@ def _measured(engine: State, request: CompareRequest) -> CompareReport:
     """
     kept = engine.comparison
     assert kept is not None
-    asked = TrainRequest(code=request.code, name=request.name, run_id=_NO_RUN, spec=request.spec)
+    asked = TrainRequest(
+        code=request.code,
+        name=request.name,
+        run_id=_NO_RUN,
+        spec=request.spec,
+        moves_schedulers=request.moves_schedulers,
+    )
     run = TrainingRun(asked, world=engine.world, names=engine.names, handle=engine.handle)
     measurement = Measurement(run, engine.world.device)
     values = {**engine.names_of_cells(), **run.names()}

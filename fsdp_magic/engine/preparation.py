@@ -251,13 +251,14 @@ class Preparation:
         self, cell: Cell, step: Step, data: Data | None, trained: Trained, weighing: Weighing
     ) -> AfterSteps:
         spec = self._request.spec
+        moves_schedulers = self._request.moves_schedulers and not spec.manual
         function = None
         if spec.after_step is not None:
             value = evaluate(spec.after_step, self._namespace, flag="--after-step")
             function = AfterStep(value, world_size=self._world.world_size)
         return AfterSteps(
             step=step,
-            schedulers=None if spec.manual else self._schedulers(data, trained),
+            schedulers=self._schedulers(data, trained) if moves_schedulers else None,
             function=function,
             evaluate=self._evaluation(cell, weighing),
             every=spec.eval_every,

@@ -219,6 +219,8 @@ class _Optimizer:
     def put_back(self) -> None:
         """Have both as they were."""
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in group.keys() - values.keys() - {"params"}:
+                del group[name]  # some optimizers note there what their first step makes
             group.update({name: value() for name, value in values.items()})
         self._optimizer.state.clear()
         for parameter, state, kept in self._state:

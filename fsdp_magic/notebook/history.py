@@ -41,11 +41,17 @@ class History:
         self.snapshots_wait = False
         self._models: tuple[str, ...] = ()
         self.lost_models: tuple[str, ...] = ()
-        self._tuned: tuple[str | None, int] | None = None
+        self._tuned: tuple[str | None, int, bool] | None = None
 
-    def use(self, data: str | None, micro_batch_size: int) -> None:
-        """Take a size that was found for data as the default of training cells that read them."""
-        self._tuned = (data, micro_batch_size)
+    def use(self, data: str | None, micro_batch_size: int, *, accumulates: bool = True) -> None:
+        """Take a size that was found for data as the default of training cells that read them.
+
+        Args:
+            data: as typed.
+            micro_batch_size: that was found.
+            accumulates: whether it was found in steps of several micro-batches.
+        """
+        self._tuned = (data, micro_batch_size, accumulates)
 
     def sized(self, spec: TrainSpec, *, ranks: int) -> tuple[TrainSpec, str]:
         """Return what a run is asked for with the micro-batch size that was found for its data.
@@ -59,13 +65,28 @@ class History:
         """
         if self._tuned is None or spec.micro_batch_size or spec.tokens_per_batch:
             return spec, ""
-        data, size = self._tuned
+        data, found, accumulated = self._tuned
         if spec.data is None or spec.data != data:
             return spec, ""
+        of_run = self._newest.micro_batch_size if spec.resume and self._newest else None
+        if of_run is not None:  # its steps were counted in batches of that size
+            note = f"the micro-batch size is {of_run:,}, as in the run that this one finishes"
+            return replace(spec, micro_batch_size=of_run), note
+        size, accumulate, why = found, spec.accumulate, "as %fsdp_tune found"
         if spec.global_batch_size is not None:  # of which it must be a part
             share = spec.global_batch_size // (ranks if spec.data_sharding == "auto" else 1)
             size = max((b for b in range(1, min(size, share) + 1) if share % b == 0), default=size)
-        note = f"the micro-batch size is {size:,}, as %fsdp_tune found; --micro-batch-size sets it"
+            accumulate = share // size
+        if size != found:
+            why = (
+                f"the largest part of a rank's {share:,} within the {found:,} that %fsdp_tune found"
+            )
+        note = f"the micro-batch size is {size:,}, {why}; --micro-batch-size sets it"
+        if accumulate > 1 and size == found and not accumulated:
+            note += (
+                "; it was found in steps of one micro-batch, and several hold gradients as well: "
+                "%fsdp_tune with the --accumulate of this run is sure"
+            )
         return replace(spec, micro_batch_size=size), note
 
     def begin(self, *, world_size: int, accumulate: int) -> Run:

@@ -12,7 +12,7 @@ from fsdp_magic.core.errors import CellFailedError, UsageError
 from fsdp_magic.core.planning.requests import BuiltReport, BuiltRequest
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.search import Predicted
-from fsdp_magic.core.specs import CompareSpec, ModelSpec, PlanSpec, TuneSpec
+from fsdp_magic.core.specs import CompareSpec, ModelSpec, PlanSpec, TrainSpec, TuneSpec
 from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.tuning import HoldRequest, RoomRequest, sizes_of
 from fsdp_magic.notebook import display
@@ -77,7 +77,9 @@ class Tuning(Planning):
             names=[each.name for each in variants] or [present],
             is_table=bool(variants),
             is_endless=rooms.most_samples is None and spec.max is None,
-            use=partial(self._history.use, request.spec.data),
+            use=partial(
+                self._history.use, request.spec.data, accumulates=_accumulates(request.spec)
+            ),
         )
         tuned.most = rooms.most_samples
         tuned.room_bytes = rooms.capacity_bytes
@@ -137,6 +139,11 @@ class Tuning(Planning):
     def _variants(self, spec: TuneSpec, built: BuiltReport) -> tuple[Variant, ...]:
         if not spec.strategies:
             return ()
+        if not built.specs:
+            raise UsageError(
+                "--strategies spread a model anew, and there is no sharded model; build one in "
+                "%%fsdp_model, or leave --strategies out"
+            )
         specs = tuple(built.specs.values())
         return CompareSpec(strategies=spec.strategies).variants(
             specs, world_size=self.world_size, ranks_on_host=built.ranks_on_host
@@ -205,6 +212,11 @@ class Tuning(Planning):
                 f"{best.name} takes {best.micro_batch_size:,}; build the model with it in a "
                 "%%fsdp_model cell to train so"
             )
+
+
+def _accumulates(spec: TrainSpec) -> bool:
+    """Return whether steps are tried that may hold gradients beside a forward."""
+    return spec.manual or spec.accumulate > 1 or spec.global_batch_size is not None
 
 
 def _beside(held: int, peak_bytes: Callable[[int], int]) -> Predicted:

@@ -5,12 +5,13 @@ What an engine changed is put back before it answers, so nothing here has to be 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdp_magic.core.comparison import WARM_UP_STEPS, CompareReport, CompareRequest
-from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError
+from fsdp_magic.core.errors import CellFailedError, OutOfMemoryOnRankError, UsageError
 from fsdp_magic.core.fastest_search import FastestSearch
 from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.search import LargestSearch, Predicted, Tried
@@ -69,6 +70,7 @@ class Tuner:
         self._began = self._drawn_at = time.monotonic()
         self._refused: OutOfMemoryOnRankError | None = None
         self._lengths: list[float] = []
+        self._is_finite = True
 
     # -- searching
 
@@ -148,6 +150,8 @@ class Tuner:
         search = FastestSearch(self._sizes, first=_SMALL)
         while (size := search.next()) is not None:
             made = probe(size)
+            if made.fits and made.samples_per_second is None:
+                raise UsageError(f"--objective throughput {_untimed(made)}; leave it out")
             search.add(size, fits=made.fits, rate=made.samples_per_second)
         return search.fastest
 
@@ -166,6 +170,7 @@ class Tuner:
                 spec=spec,
                 variant=variant,
                 room_bytes=int(self._rooms.free(rank)),
+                moves_schedulers=False,  # one near its end would refuse steps that nobody keeps
             )
             for rank in range(self._tuned.world_size)
         }
@@ -179,7 +184,10 @@ class Tuner:
             why = f"runs out of memory on {ranks_named(tuple(sorted(ranks)))}"
             return Probe(micro_batch_size=size, fits=False, why=why)
         except CellFailedError as error:
-            if not error.is_refusal or self._tuned.most is not None or size == self._sizes[0]:
+            if not error.is_refusal:  # what raises may do so for its size
+                error.add_line(f"%fsdp_tune tried a micro-batch of {size:,}; all is as before it.")
+                raise
+            if self._tuned.most is not None or size == self._sizes[0]:
                 raise
             why = "the data fill no step of it"
             return Probe(micro_batch_size=size, fits=False, why=why, is_end_of_data=True)
@@ -188,6 +196,9 @@ class Tuner:
     def _judged(self, size: int, reports: Sequence[CompareReport]) -> Probe:
         run, per_step = measured(reports, accumulate=self._request.spec.accumulate)
         self._note_lengths(reports)
+        if self._is_finite and not all(map(math.isfinite, run.losses)):
+            self._is_finite = False
+            self._tuned.notes.append(f"a loss of micro-batch {size:,} was not finite")
         peaks = tuple(report.run.peak_memory.peak_allocated_bytes for report in reports)
         load, why = self._rooms.judged(peaks)
         samples = run.samples_per_step
@@ -243,6 +254,14 @@ class Tuner:
             frame = self._tuned.frame()
             if self._show:
                 self._panel.draw(*frame, final=final)
+
+
+def _untimed(probe: Probe) -> str:
+    """Return why nobody knows how many samples a second a size makes."""
+    if probe.samples_per_step is None:
+        return "counts samples, and batches have no number of them (dim 0 of their tensors)"
+    steps = WARM_UP_STEPS + _TIMED_STEPS["throughput"]
+    return f"takes {steps} steps, and the run ended before: fsdp.stop() or the end of the data"
 
 
 def _tried(probe: Probe) -> Tried:

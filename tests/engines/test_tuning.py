@@ -152,6 +152,56 @@ def test_there_must_be_a_cell_of_samples(session) -> None:
         session.tune(show=False)
 
 
+def test_a_step_that_fails_for_its_size_is_raised_with_that_size(session) -> None:
+    session.model(PLAIN, show=False)
+    cell = f"{LOSS}\nif micro_batch_size > 7: raise ValueError('too wide')"
+    with pytest.raises(CellFailedError, match=r"too wide\n.*tried a micro-batch of 24; all is as"):
+        session.tune(cell, data="data", show=False)
+
+
+def test_a_loss_that_is_not_finite_is_said_once(session) -> None:
+    session.model(PLAIN, show=False)
+    tuned = session.tune(f"{LOSS} * float('nan')", data="data", max=3, show=False)
+    assert tuned.notes == ["a loss of micro-batch 3 was not finite"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        ("loss = model(batch).square().mean(); fsdp.stop()", "the run ended before"),
+        ("loss = model(torch.randn(2, 6)).mean()", "batches have no number of them"),
+    ],
+)
+def test_a_speed_that_nobody_can_tell_is_no_pick(session, cell, why) -> None:
+    session.model(f"{PLAIN}\nwords = ['a'] * 48", show=False)
+    data = "words" if "randn" in cell else "data"
+    with pytest.raises(UsageError, match=why):
+        session.tune(cell, data=data, objective="throughput", show=False)
+
+
+def test_what_a_step_adds_to_an_optimizers_groups_is_gone_again(session) -> None:
+    session.model(PLAIN, show=False)
+    note(session)
+    cell = f"{LOSS}\noptimizer.param_groups[0].update(lr=7.0, first_step=1)"
+    session.tune(cell, data="data", max=2, show=False)
+    assert_as_before(session)
+
+
+def test_there_must_be_a_sharded_model_for_strategies(session) -> None:
+    session.run(PLAIN, show=False)
+    with pytest.raises(UsageError, match="no sharded model"):
+        session.tune(LOSS, data="data", strategies=["ddp", "full_shard"], show=False)
+
+
+def test_a_scheduler_that_is_through_refuses_no_search(session) -> None:
+    scheduler = "torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)"
+    session.model(f"{PLAIN}\nscheduler = {scheduler}", show=False)
+    session.train(LOSS, data="data", steps=2, micro_batch_size=2, show=False)
+    note(session)
+    assert session.tune(max=4, show=False).micro_batch_size == 4
+    assert_as_before(session)
+
+
 # ---------------------------------------------------------------- how far it goes
 
 

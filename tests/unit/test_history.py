@@ -52,6 +52,15 @@ def test_what_is_left_of_a_run_counts_from_the_snapshot_that_ranks_are_back_at()
     assert history.resumed(resume, back_at=RestoreReport(step=15))[1] == 15
 
 
+def test_what_finishes_a_run_keeps_its_size_whatever_was_found_since() -> None:
+    history, spec = History(), TrainSpec(data="d", steps=20)
+    ended(history, spec, total=20, done=8).micro_batch_size = 8
+    history.use("d", 12)
+    resumed, note = history.sized(TrainSpec(data="d", resume=True), ranks=1)
+    assert (resumed.micro_batch_size, "as in the run" in note) == (8, True)
+    assert history.sized(TrainSpec(data="d"), ranks=1)[0].micro_batch_size == 12
+
+
 SNAPSHOTS = TrainSpec(steps=20, snapshot_every=5)
 RESUME = TrainSpec(resume=True)
 

@@ -264,7 +264,7 @@ def test_a_new_model_or_new_engines_forget_the_size() -> None:
 
 @pytest.mark.parametrize(
     ("whole", "sharding", "size"),
-    [(48, "auto", 12), (40, "auto", 10), (40, "none", 10), (14, "auto", 7)],
+    [(48, "auto", 12), (40, "auto", 10), (40, "none", 10), (14, "auto", 7), (74, "auto", 1)],
 )
 def test_a_global_batch_takes_the_largest_part_that_fits(
     whole: int, sharding: Any, size: int
@@ -272,4 +272,25 @@ def test_a_global_batch_takes_the_largest_part_that_fits(
     history = History()
     history.use("d", 12)
     asked = TrainSpec(data="d", global_batch_size=whole, data_sharding=sharding)
-    assert history.sized(asked, ranks=2)[0].micro_batch_size == size
+    spec, note = history.sized(asked, ranks=2)
+    assert spec.micro_batch_size == size
+    assert ("that %fsdp_tune found" in note) == (size != 12), note
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "training", "says"),
+    [
+        (False, {"accumulate": 4}, True),
+        (False, {"global_batch_size": 48}, True),
+        (False, {"global_batch_size": 24}, False),
+        (False, {}, False),
+        (True, {"accumulate": 4}, False),
+    ],
+)
+def test_it_says_where_more_gradients_are_held_than_were_tried(
+    accumulated: bool, training: dict[str, Any], says: bool
+) -> None:
+    history = History()
+    history.use("d", 12, accumulates=accumulated)
+    _, note = history.sized(TrainSpec(data="d", **training), ranks=2)
+    assert ("in steps of one micro-batch" in note) == says
