@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.protocol import EvalRequest, TrainRequest
 from fsdp_magic.core.recovery import RestoreReport, gone
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.notebook.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuned:
+    """A micro-batch size that was found; see ``History.use``."""
+
+    data: str | None
+    micro_batch_size: int
+    accumulates: bool
+    global_batch_size: int | None
 
 
 class History:
@@ -41,17 +51,25 @@ class History:
         self.snapshots_wait = False
         self._models: tuple[str, ...] = ()
         self.lost_models: tuple[str, ...] = ()
-        self._tuned: tuple[str | None, int, bool] | None = None
+        self._tuned: _Tuned | None = None
 
-    def use(self, data: str | None, micro_batch_size: int, *, accumulates: bool = True) -> None:
+    def use(
+        self,
+        data: str | None,
+        micro_batch_size: int,
+        *,
+        accumulates: bool = True,
+        global_batch_size: int | None = None,
+    ) -> None:
         """Take a size that was found for data as the default of training cells that read them.
 
         Args:
             data: as typed.
             micro_batch_size: that was found.
             accumulates: whether it was found in steps of several micro-batches.
+            global_batch_size: that it is a part of, and that stays; None: nobody asked for one.
         """
-        self._tuned = (data, micro_batch_size, accumulates)
+        self._tuned = _Tuned(data, micro_batch_size, accumulates, global_batch_size)
 
     def sized(self, spec: TrainSpec, *, ranks: int) -> tuple[TrainSpec, str]:
         """Return what a run is asked for with the micro-batch size that was found for its data.
@@ -65,14 +83,18 @@ class History:
         """
         if self._tuned is None or spec.micro_batch_size or spec.tokens_per_batch:
             return spec, ""
-        data, found, accumulated = self._tuned
-        if spec.data is None or spec.data != data:
+        found, accumulated = self._tuned.micro_batch_size, self._tuned.accumulates
+        if spec.data is None or spec.data != self._tuned.data:
             return spec, ""
         of_run = self._newest.micro_batch_size if spec.resume and self._newest else None
         if of_run is not None:  # its steps were counted in batches of that size
             note = f"the micro-batch size is {of_run:,}, as in the run that this one finishes"
             return replace(spec, micro_batch_size=of_run), note
-        size, accumulate, why = found, spec.accumulate, "as %fsdp_tune found"
+        size, accumulate, why = found, spec.accumulate, "from %fsdp_tune"
+        kept = self._tuned.global_batch_size
+        if kept is not None and spec.global_batch_size is None and spec.accumulate == 1:
+            spec = replace(spec, global_batch_size=kept)
+            why += f", and --global-batch-size {kept:,} with it"
         if spec.global_batch_size is not None:  # of which it must be a part
             share = spec.global_batch_size // (ranks if spec.data_sharding == "auto" else 1)
             size = max((b for b in range(1, min(size, share) + 1) if share % b == 0), default=size)

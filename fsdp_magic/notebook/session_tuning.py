@@ -78,7 +78,10 @@ class Tuning(Planning):
             is_table=bool(variants),
             is_endless=rooms.most_samples is None and spec.max is None,
             use=partial(
-                self._history.use, request.spec.data, accumulates=_accumulates(request.spec)
+                self._history.use,
+                request.spec.data,
+                accumulates=_accumulates(request.spec),
+                global_batch_size=request.spec.global_batch_size,
             ),
         )
         tuned.most = rooms.most_samples
@@ -207,10 +210,15 @@ class Tuning(Planning):
         present, best = tuned.present, tuned.best
         if present is not None and present.micro_batch_size:
             tuned.choose(present.micro_batch_size)
+            tuned.notes.append(
+                f"the next %%fsdp_train on the same data takes {present.micro_batch_size:,}; "
+                "--micro-batch-size sets another"
+            )
         if best is not None and best is not present:
             tuned.notes.append(
                 f"{best.name} takes {best.micro_batch_size:,}; build the model with it in a "
-                "%%fsdp_model cell to train so"
+                "%%fsdp_model cell, and train with --micro-batch-size "
+                f"{best.micro_batch_size:,}"
             )
 
 

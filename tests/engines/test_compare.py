@@ -230,3 +230,16 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     measured = comparison["full_shard"].peak_bytes[0]
     shard = 4 * 1024 * 1024 * 4 / 2
     assert measured < alone + 0.5 * shard  # its parameters alone are one, its state two
+
+
+@pytest.mark.parametrize("built", ["ddp", "zero1"])
+def test_whole_parameters_can_be_set_aside(session, built) -> None:
+    session.model(
+        "import torch\nmodel = torch.nn.Linear(2048, 1024)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        strategy=built,
+        show=False,
+    )
+    session.train("loss = model(torch.ones(1, 2048)).sum()", steps=1, snapshot_every=1, show=False)
+    parked = "all(p.untyped_storage().resizable() for p in model.parameters())"
+    assert session.pull(parked, rank="all") == [True, True]

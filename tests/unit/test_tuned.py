@@ -236,7 +236,19 @@ def test_the_next_training_cell_on_the_same_data_takes_the_size_and_says_so() ->
     history.use("d", 12)
     spec, note = history.sized(TrainSpec(data="d"), ranks=2)
     assert spec.micro_batch_size == 12
-    assert note == "the micro-batch size is 12, as %fsdp_tune found; --micro-batch-size sets it"
+    assert note == "the micro-batch size is 12, from %fsdp_tune; --micro-batch-size sets it"
+
+
+def test_a_global_batch_that_was_kept_is_handed_on() -> None:
+    history = History()
+    history.use("d", 12, global_batch_size=96)
+    spec, note = history.sized(TrainSpec(data="d"), ranks=2)
+    assert (spec.micro_batch_size, spec.global_batch_size) == (12, 96)
+    assert "and --global-batch-size 96 with it" in note
+    spec, _ = history.sized(TrainSpec(data="d", accumulate=3), ranks=2)
+    assert (spec.micro_batch_size, spec.accumulate, spec.global_batch_size) == (12, 3, None)
+    spec, _ = history.sized(TrainSpec(data="d", global_batch_size=48), ranks=2)
+    assert (spec.micro_batch_size, spec.global_batch_size) == (12, 48)
 
 
 @pytest.mark.parametrize(
