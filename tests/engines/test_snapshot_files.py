@@ -59,7 +59,7 @@ def test_a_snapshot_whose_writer_ended_is_none(file, monkeypatch):
     def ends(tensor: torch.Tensor) -> memoryview:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(snapshot_files, "_bytes_of", ends)
+    monkeypatch.setattr(snapshot_files, "raw_bytes", ends)
     with pytest.raises(KeyboardInterrupt):
         file.write(2, "torn", [torch.zeros(10)])
     assert file.number == 0

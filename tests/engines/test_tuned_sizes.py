@@ -73,7 +73,8 @@ CASES = {
 }
 NIGHTLY = (pytest.mark.nightly, pytest.mark.timeout(600))
 BY_DEFAULT = ("ddp", "zero1")
-LOW_PRECISION = ("bf16 gpt2", "fp16 mlp")
+LOW_PRECISION = {"bf16 gpt2": 256 * MIB, "fp16 mlp": 128 * MIB}
+"""Their limits."""
 
 
 def allocated(session: Session) -> list[int]:
@@ -130,8 +131,9 @@ def test_the_size_found_trains_the_next_does_not_fit_and_nothing_is_left(limited
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_so_it_is_in_low_precision(test_run, name) -> None:
     # libraries keep memory for each shape that they compute in it, so engines of its own
-    with Session(InitSpec(n=2, device="cpu", memory_limit="384MiB")) as session:
-        assert_found(session, name, limit=384 * MIB)
+    limit = LOW_PRECISION[name]
+    with Session(InitSpec(n=2, device="cpu", memory_limit=f"{limit // MIB}MiB")) as session:
+        assert_found(session, name, limit=limit)
 
 
 def assert_found(session: Session, name: str, limit: int = 128 * MIB) -> None:
