@@ -177,7 +177,7 @@ class Tuning(Planning):
         try:
             plan = self._plan_of_sizes(request, specs, rooms, built)
         except (UsageError, CellFailedError) as error:
-            tuned.notes.append(f"without a plan: {str(error).splitlines()[0]}")
+            tuned.notes.append(f"without a plan: {str(error).splitlines()[-1]}")
             return {}
         held = rooms.other_bytes
         return {name: _beside(held, plan[name].peak_bytes) for name in plan.strategies}

@@ -125,11 +125,14 @@ class Tuner:
             try:
                 made.append(probe(size))
                 search.add(_tried(made[-1]))
-            except CellFailedError:
+            except CellFailedError as error:
                 if size > 1 or len(self._sizes) < 2:
                     raise
                 # a single sample may be no batch, as for batch norm; a bug is one of 2 as well
                 self._sizes = self._sizes[1:]
+                raised = {f"{f.exception_type}: {f.message}" for f in error.exceptions.values()}
+                said = "; ".join(sorted(raised))
+                self._tuned.notes.append(f"a micro-batch of 1 is left out: it raised {said}")
                 search = self._search(predicted, made)
         return search.largest
 

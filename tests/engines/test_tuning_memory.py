@@ -229,6 +229,9 @@ def test_where_nothing_fits_that_is_the_error_and_no_trace_is_left(built: Sessio
         built.tune(cell, data="data", show=False)
     with pytest.raises(CellFailedError, match="not even a micro-batch of 2 fits"):
         built.tune(QUICK_CELL, data="data", margin=0.99, show=False)
+    frame = built._history.last_frame
+    assert frame is not None
+    assert "a micro-batch of 1 is left out: it raised ValueError: Expected more" in frame[1]
     assert_as_before(built)
 
 

@@ -77,6 +77,23 @@ class Variant:
         return dataclasses.replace(spec, **{**changes, **dict(self.changes)})
 
 
+def listed_strategies(given: Any) -> tuple[str, ...]:
+    """Return the names of strategies as they are shown.
+
+    Args:
+        given: what ``--strategies`` takes, or a list of names.
+
+    Raises:
+        UsageError: if one is not known, or is there twice.
+    """
+    listed = given.split(",") if isinstance(given, str) else names(given)
+    strategies = tuple(Variant.parsed(text).name for text in listed)
+    double = next((name for name in strategies if strategies.count(name) > 1), None)
+    if double is not None:
+        raise UsageError(f"--strategies names {double} twice; name it once")
+    return strategies
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSpec:
     """Which strategies the last training cell runs under, and for how long."""
@@ -101,13 +118,7 @@ class CompareSpec:
     )
 
     def __post_init__(self) -> None:
-        given = self.strategies
-        listed = given.split(",") if isinstance(given, str) else names(given)
-        strategies = tuple(Variant.parsed(text).name for text in listed)
-        double = next((name for name in strategies if strategies.count(name) > 1), None)
-        if double is not None:
-            raise UsageError(f"--strategies names {double} twice; name it once")
-        object.__setattr__(self, "strategies", strategies)
+        object.__setattr__(self, "strategies", listed_strategies(self.strategies))
         at_least("--steps", self.steps, 1)
 
     def variants(

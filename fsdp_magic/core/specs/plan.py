@@ -9,8 +9,14 @@ from typing import Any, get_args
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import option
 from fsdp_magic.core.planning.cards import CARDS
-from fsdp_magic.core.specs.checks import at_least, bound_name, choice, names
-from fsdp_magic.core.specs.compare import ADDED, EVERY, Variant, ranks_of_a_copy
+from fsdp_magic.core.specs.checks import at_least, bound_name, choice
+from fsdp_magic.core.specs.compare import (
+    ADDED,
+    EVERY,
+    Variant,
+    listed_strategies,
+    ranks_of_a_copy,
+)
 from fsdp_magic.core.specs.strategy import PRECISION_HABITS, AccumulateSync, Precision
 from fsdp_magic.core.specs.wrap import checked_wrap
 from fsdp_magic.core.units import parse_bytes
@@ -204,16 +210,9 @@ class PlanSpec:
 
 
 def _listed(given: Any) -> tuple[str, ...]:
-    """Return the names of strategies as they are shown.
-
-    Raises:
-        UsageError: if one is not known, or is there twice.
-    """
-    listed = given.split(",") if isinstance(given, str) else names(given)
-    strategies = tuple(Variant.parsed(text).name for text in listed)
+    """Return the names of strategies as they are shown, if all of them can be planned."""
+    strategies = listed_strategies(given)
     for name in strategies:
-        if strategies.count(name) > 1:
-            raise UsageError(f"--strategies names {name} twice; name it once")
         _refuse_offload_of_whole(name)
     return strategies
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.options import again, option
-from fsdp_magic.core.specs.checks import at_least, bound_name, choice, names
-from fsdp_magic.core.specs.compare import ADDED, EVERY, Variant
+from fsdp_magic.core.specs.checks import at_least, bound_name, choice
+from fsdp_magic.core.specs.compare import ADDED, EVERY, listed_strategies
 from fsdp_magic.core.specs.train import DataSharding, LossKind, TrainSpec
 from fsdp_magic.core.wording import quoted
 
@@ -79,13 +79,7 @@ class TuneSpec:
         choice("--objective", objective, get_args(Objective))
         object.__setattr__(self, "objective", objective)
         self._check_margin()
-        given = self.strategies
-        listed = given.split(",") if isinstance(given, str) else names(given)
-        strategies = tuple(Variant.parsed(text).name for text in listed)
-        double = next((name for name in strategies if strategies.count(name) > 1), None)
-        if double is not None:
-            raise UsageError(f"--strategies names {double} twice; name it once")
-        object.__setattr__(self, "strategies", strategies)
+        object.__setattr__(self, "strategies", listed_strategies(self.strategies))
         if self.accumulate is not None and self.global_batch_size is not None:
             raise UsageError(
                 f"--global-batch-size {self.global_batch_size} sets --accumulate; give one of the "
