@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_magic.core.errors import FsdpError
+from fsdp_magic.core.protocol import TrainRequest
 from fsdp_magic.core.specs import EvalSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
 from fsdp_magic.engine import randomness
@@ -258,3 +259,26 @@ def explained_as_evaluated(eval_data: str | None) -> Iterator[None]:
         text = str(error).replace("--data", "--eval-data")
         named = text if "--eval-data" in text else f"--eval-data {eval_data}: {text}"
         raise FsdpError(named) from None
+
+
+def evaluated_in(
+    request: TrainRequest, cell: Cell, evaluation_cell: Cell | None, weighing: Weighing
+) -> tuple[Cell, EvalSpec, Weighing]:
+    """Return what a training run evaluates: its cell on other data, or the last evaluation cell.
+
+    Args:
+        request: of the run.
+        cell: that trains.
+        evaluation_cell: the last one; None: there is none.
+        weighing: of the cell that trains.
+    """
+    spec = request.spec
+    if spec.eval_data is not None:
+        asked = EvalSpec(
+            data=spec.eval_data, micro_batch_size=spec.micro_batch_size, collate=spec.collate
+        )
+        return cell, asked, weighing
+    assert request.evaluation is not None  # else the kernel has refused it
+    assert evaluation_cell is not None
+    late = "loss_weight" in evaluation_cell.assigned
+    return evaluation_cell, request.evaluation.spec, Weighing("mean", late=late)

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fsdp_magic.core.errors import FsdpError
 from fsdp_magic.core.protocol import TrainRequest
-from fsdp_magic.core.specs import EvalSpec
 from fsdp_magic.core.telemetry import EvaluationRecord
 from fsdp_magic.engine import modeling, telemetry
 from fsdp_magic.engine.aftermath import AfterStep, AfterSteps
 from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.data import Data
-from fsdp_magic.engine.evaluation import Evaluator, explained_as_evaluated
+from fsdp_magic.engine.evaluation import Evaluator, evaluated_in, explained_as_evaluated
 from fsdp_magic.engine.expressions import evaluate
 from fsdp_magic.engine.feeding import length, names_of, open_data
 from fsdp_magic.engine.fsdp_in_cells import FsdpInCells
@@ -33,7 +31,7 @@ from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 from fsdp_magic.engine.prepared import Prepared
 from fsdp_magic.engine.reachable import reachable
 from fsdp_magic.engine.rollback import Snapshot, StepUndo
-from fsdp_magic.engine.schedulers import Schedulers, find_schedulers
+from fsdp_magic.engine.schedulers import Schedulers, find_schedulers, schedulers_of
 from fsdp_magic.engine.snapshots import RunSnapshots
 from fsdp_magic.engine.state import State
 from fsdp_magic.engine.step import AutomaticStep, Step
@@ -44,7 +42,7 @@ from fsdp_magic.engine.trained import (
     put_in_train_mode,
     take_whole_from_rank_0,
 )
-from fsdp_magic.engine.weights import Weighing, shifts_labels
+from fsdp_magic.engine.weights import Weighing, weighing_of
 from fsdp_magic.engine.world import World
 
 
@@ -99,7 +97,7 @@ class Preparation:
         self._first_step = kept.steps
         spec, world = self._request.spec, self._world
         trained = self._find_trained(kept)
-        weighing = self._weighing(cell, trained)
+        weighing = weighing_of(cell, trained.parameters, self._models, spec)
         data = open_data(
             spec,
             self._namespace,
@@ -173,21 +171,6 @@ class Preparation:
         before = Snapshot(self._modules(), trained.parameters, optimizers, schedulers)
         self._put_back.callback(before.restore)
         self._put_back.callback(kept.scaler.load_state_dict, kept.scaler.state_dict())
-
-    def _weighing(self, cell: Cell, trained: Trained) -> Weighing:
-        """Return how batches are weighed; labels as the models count them that are trained."""
-        kind = self._request.spec.loss
-        late = "loss_weight" in cell.assigned
-        if late and self._request.spec.manual:
-            raise FsdpError(
-                "loss_weight is for cells whose backward is the extension's; with --manual weigh "
-                "the loss in the cell"
-            )
-        held = set(map(id, trained.parameters))
-        named = ((m.module, m.named_parameters().values()) for m in self._models)
-        learning = [module for module, each in named if any(id(p) in held for p in each)]
-        shifted = kind == "tokens" and shifts_labels(learning)
-        return Weighing(kind, late=late, shifted=shifted)
 
     def _snapshots(self, kept: State, data: Data | None, after: AfterSteps) -> RunSnapshots | None:
         """Return what makes the snapshots of the run; None: nobody asked for any.
@@ -268,21 +251,13 @@ class Preparation:
         self, cell: Cell, weighing: Weighing
     ) -> Callable[[int], EvaluationRecord | None] | None:
         """Return what evaluates after so many steps; None: nothing was asked for."""
-        spec, asked = self._request.spec, self._request.evaluation
+        spec = self._request.spec
         if spec.eval_every is None:
             return None
-        if spec.eval_data is not None:
-            asked_spec = EvalSpec(
-                data=spec.eval_data, micro_batch_size=spec.micro_batch_size, collate=spec.collate
-            )
-        else:
-            assert asked is not None  # else the kernel has refused it
-            assert self._evaluation_cell is not None
-            cell, asked_spec = self._evaluation_cell, asked.spec
-            weighing = Weighing("mean", late="loss_weight" in cell.assigned)
+        cell, asked, weighing = evaluated_in(self._request, cell, self._evaluation_cell, weighing)
         evaluator = Evaluator(
             cell=cell,
-            spec=asked_spec,
+            spec=asked,
             weighing=weighing,
             names=self._names,
             world=self._world,
@@ -303,16 +278,14 @@ class Preparation:
         return self._world.page.stopping_run == self._request.run_id
 
     def _schedulers(self, data: Data | None, trained: Trained) -> Schedulers:
-        spec, steps = self._request.spec, self._total_steps
-        schedulers = Schedulers(
-            find_schedulers(self._namespace),
+        schedulers = schedulers_of(
+            self._namespace,
             trained.optimizers.values(),
-            every=spec.scheduler_every,
+            self._request.spec,
+            first_step=self._first_step,
+            steps=self._total_steps,
+            steps_per_epoch=None if data is None else data.steps_per_epoch,
         )
-        per_epoch = data.steps_per_epoch if data is not None else None
-        epochs = None if steps is None or not per_epoch else steps / per_epoch
-        schedulers.check(first_step=self._first_step, steps=steps, epochs=epochs)
-        schedulers.check_waiting(evaluates=spec.eval_every is not None)
         self.notes += schedulers.notes
         return schedulers
 

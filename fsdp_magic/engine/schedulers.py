@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.specs.train import SchedulerEvery
+from fsdp_magic.core.specs.train import SchedulerEvery, TrainSpec
 from fsdp_magic.engine.reachable import reachable
 
 _AMBIGUOUS = (StepLR, MultiStepLR, ExponentialLR)
@@ -147,6 +147,35 @@ class Schedulers:
         """Step those that wait for a loss."""
         for scheduler in self._waiting.values():
             scheduler.step(loss)  # type: ignore[arg-type]  # a plateau's step takes a metric
+
+
+def schedulers_of(
+    namespace: Mapping[str, Any],
+    optimizers: Iterable[Optimizer],
+    spec: TrainSpec,
+    *,
+    first_step: int,
+    steps: int | None,
+    steps_per_epoch: int | None,
+) -> Schedulers:
+    """Return the schedulers of a run, checked against its length.
+
+    Args:
+        namespace: whose names lead to them.
+        optimizers: those that the run steps.
+        spec: its options.
+        first_step: of the run.
+        steps: it will take; None: not known.
+        steps_per_epoch: None: not known.
+
+    Raises:
+        FsdpError: if one cannot be stepped as asked.
+    """
+    schedulers = Schedulers(find_schedulers(namespace), optimizers, every=spec.scheduler_every)
+    epochs = None if steps is None or not steps_per_epoch else steps / steps_per_epoch
+    schedulers.check(first_step=first_step, steps=steps, epochs=epochs)
+    schedulers.check_waiting(evaluates=spec.eval_every is not None)
+    return schedulers
 
 
 def _waits_for_evaluation(scheduler: LRScheduler) -> bool:

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from fsdp_magic.core.errors import FsdpError
-from fsdp_magic.core.specs.train import LossKind
+from fsdp_magic.core.specs.train import LossKind, TrainSpec
+from fsdp_magic.engine.cells import Cell
 from fsdp_magic.engine.data import StepBatches
+from fsdp_magic.engine.parallel.sharded_model import ShardedModel
 
 IGNORED_LABEL = -100
 """Source: ``ignore_index`` of torch.nn.functional.cross_entropy."""
@@ -189,3 +191,24 @@ def number_of(weight: Any) -> Weight:
             "runs over"
         )
     return float(weight)
+
+
+def weighing_of(
+    cell: Cell, trained: Iterable[torch.Tensor], models: Iterable[ShardedModel], spec: TrainSpec
+) -> Weighing:
+    """Return how batches are weighed; labels as the models count them that are trained.
+
+    Raises:
+        FsdpError: if a manual cell binds a weight.
+    """
+    late = "loss_weight" in cell.assigned
+    if late and spec.manual:
+        raise FsdpError(
+            "loss_weight is for cells whose backward is the extension's; with --manual weigh "
+            "the loss in the cell"
+        )
+    held = set(map(id, trained))
+    named = ((m.module, m.named_parameters().values()) for m in models)
+    learning = [module for module, each in named if any(id(p) in held for p in each)]
+    shifted = spec.loss == "tokens" and shifts_labels(learning)
+    return Weighing(spec.loss, late=late, shifted=shifted)
