@@ -99,6 +99,7 @@ class AutomaticStep:
         skips = self.scaling.skips(norm)
         self.stepped = [] if skips else with_gradients(self.trained.optimizers.values())
         optimizer_state.make_missing(self.stepped)
+        self.memory.count_optimizer_state()  # before anybody looks at the height of the update
         self.world.vote.take()  # from here on no rank can fail but in its own optimizer
         self._update()
         self.scaling.update(norm)
