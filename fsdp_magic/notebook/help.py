@@ -188,9 +188,9 @@ _MAGICS: dict[str, tuple[str, str]] = {
         back: weights, optimizers, random states, the place in the data. A size fits if it fits on
         every rank with the margin left free. The next %%fsdp_train on the same data takes the
         size that was found, unless it says --micro-batch-size.
-        %fsdp_tune, without a cell, tries the last training cell with its options; those that are
-        given are taken instead. It returns what was found: tuned.micro_batch_size, tuned.probes,
-        tuned.table; tuned.choose(4) hands another size on.
+        %fsdp_tune, without a cell, tries the last one, trained or tuned, with its options; those
+        that are given are taken instead. It returns what was found: tuned.micro_batch_size,
+        tuned.probes, tuned.table; tuned.choose(4) hands another size on.
         """,
         """
         %%fsdp_tune --data train_data --max 64

@@ -29,6 +29,7 @@ class History:
         runs: every ``Run``, also those that raised.
         evaluation: the newest ``%%fsdp_eval`` cell, which ``--eval-every`` runs again.
         training: the newest ``%%fsdp_train`` cell, which ``%fsdp_compare`` runs again.
+        tuning: the newest cell of steps, trained or tuned, which ``%fsdp_tune`` tries.
         last_frame: the last panel of the present engines, as HTML and as text.
         snapshots_wait: whether engines that are gone left a snapshot, which the models that are
             built next get.
@@ -39,6 +40,7 @@ class History:
         self.runs: list[Run] = []
         self.evaluation: EvalRequest | None = None
         self.training: TrainRequest | None = None
+        self.tuning: TrainRequest | None = None
         self.last_frame: tuple[str, str] | None = None
         self._run_ids = 0
         self._newest: Run | None = None
@@ -52,6 +54,28 @@ class History:
         self._models: tuple[str, ...] = ()
         self.lost_models: tuple[str, ...] = ()
         self._tuned: _Tuned | None = None
+        self._fits: tuple[str | None, int] | None = None
+
+    def note_fits(self, data: str | None, micro_batch_size: int) -> None:
+        """Note the largest size that ``%fsdp_tune`` has seen to fit for data, as typed."""
+        self._fits = (data, micro_batch_size)
+
+    def known_to_fit(self, spec: TrainSpec, micro_batch_size: int | None) -> str:
+        """Return what to say of a run that was out of memory; nothing: no size is known for it.
+
+        Args:
+            spec: of the run.
+            micro_batch_size: of its steps; None: batches of the data's own.
+        """
+        if self._fits is None or micro_batch_size is None or self._fits[0] != spec.data:
+            return ""
+        size = self._fits[1]
+        if micro_batch_size > size:
+            return f"%fsdp_tune found that {size:,} fits: --micro-batch-size {size}."
+        return (
+            f"%fsdp_tune found that {size:,} fits; more is held on the devices now, or the steps "
+            "are not those that it tried."
+        )
 
     def use(
         self,
@@ -140,7 +164,7 @@ class History:
 
     def start_anew(self) -> None:
         """Forget what could be resumed: a new model starts at step 0."""
-        self._newest = self._tuned = None
+        self._newest = self._tuned = self._fits = None
         self.forget_snapshots()
 
     def forget_snapshots(self) -> None:
@@ -204,7 +228,8 @@ class History:
             self.forget_snapshots()
         self.lost_models = tuple(dict.fromkeys((*self.lost_models, *self._models)))
         self._models = ()
-        self._newest = self.evaluation = self.training = self.last_frame = self._tuned = None
+        self._newest = self.evaluation = self.training = self.tuning = None
+        self.last_frame = self._tuned = self._fits = None
 
     def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:
         """Return what ``--eval-every`` runs; None: nothing, or the training cell itself.

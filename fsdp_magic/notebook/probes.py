@@ -36,6 +36,11 @@ class Probe:
     why: str = ""
     is_end_of_data: bool = False
 
+    @property
+    def ran_out(self) -> bool:
+        """Whether memory ran out on a rank; one that only left too little free may yet train."""
+        return not self.fits and self.load_bytes is None and not self.is_end_of_data
+
     def __repr__(self) -> str:
         peak = f", peak {bytes_text(max(self.peak_bytes))}" if self.peak_bytes else ""
         return f"<micro-batch {self.micro_batch_size}: {self.why or 'fits'}{peak}>"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_magic.core.cell_output import CellOutput
-from fsdp_magic.core.errors import UsageError
+from fsdp_magic.core.errors import OutOfMemoryOnRankError, UsageError
 from fsdp_magic.core.placement import Placement
 from fsdp_magic.core.protocol import EvalRequest, ModelRequest, RunRequest, TrainRequest
 from fsdp_magic.core.reply import ModelReport
@@ -175,10 +175,14 @@ class Session(Tuning):
         )
         try:
             train_on(self.engines, self._everywhere(request), run, spec, show=show)
+        except OutOfMemoryOnRankError as error:
+            if known := self._history.known_to_fit(spec, run.micro_batch_size):
+                error.add_line(known)
+            raise
         finally:
             self._history.end(run, asked)
             if run.began:
-                self._history.training = request
+                self._history.training = self._history.tuning = request
             if run.began and weights.back_at is back_at:
                 weights.back_at = None  # they have trained on from there
         return run

@@ -42,11 +42,11 @@ class Tuning(Planning):
         ``train`` on the same data takes the size unless it is told another.
 
         Args:
-            code: the cell; None: the last training cell.
+            code: the cell; None: the last one that was trained or tuned.
             show: show the live chart.
             name: file name in tracebacks; each call has one of its own.
             **options: as below; they mean what they mean for ``%%fsdp_tune``, and what is not
-                given is as in the last training cell where that is tried.
+                given is as in the last cell where that is tried.
 
         Returns:
             The size, every probe, and a row for each strategy.
@@ -89,6 +89,8 @@ class Tuning(Planning):
         sizes = sizes_of(tuned.most, spec, request.spec, ranks=self.world_size)
         tuner = Tuner(self.engines, request, spec, tuned, rooms=rooms, sizes=sizes, show=show)
         ways: dict[str, Variant | None] = {each.name: each for each in variants} or {present: None}
+        if code is not None:
+            self._history.tuning = request
         try:
             tuner.draw()
             predictions = self._predictions(request, built, ways, rooms, tuned)
@@ -99,7 +101,7 @@ class Tuning(Planning):
                         is_present = all(variant.applied(s) == s for s in built.specs.values())
                         tuned.table[-1].is_present = is_present
             tuned.state = "done"
-            self._take(tuned)
+            self._take(tuned, request)
         except KeyboardInterrupt:
             tuned.state = "stopped"
             raise
@@ -121,11 +123,11 @@ class Tuning(Planning):
         Raises:
             UsageError: if there is none, or no size to change.
         """
-        last = self._history.training
+        last = self._history.tuning
         if code is None and last is None:
             raise UsageError(
-                "%fsdp_tune tries the last training cell, and none has run; write the cell under a "
-                "%%fsdp_tune, with --data NAME"
+                "%fsdp_tune tries the last training cell, or the last under %%fsdp_tune, and none "
+                "has run; write the cell under a %%fsdp_tune, with --data NAME"
             )
         training = spec.training(None if code is not None or last is None else last.spec)
         if code is None and last is not None:
@@ -205,10 +207,12 @@ class Tuning(Planning):
             timeout=request.spec.timeout,
         )
 
-    def _take(self, tuned: Tuned) -> None:
+    def _take(self, tuned: Tuned, request: TrainRequest) -> None:
         """Make what was found the default of the next training cell, where it is for its model."""
         present, best = tuned.present, tuned.best
         if present is not None and present.micro_batch_size:
+            fits = max(p.micro_batch_size for p in present.probes if p.fits)
+            self._history.note_fits(request.spec.data, fits)
             tuned.choose(present.micro_batch_size)
             tuned.notes.append(
                 f"the next %%fsdp_train on the same data takes {present.micro_batch_size:,}; "

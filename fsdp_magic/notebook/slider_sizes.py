@@ -55,7 +55,7 @@ def _slider_size(
         micro_batch_size=size,
         peak_bytes=None if expected is None else max(0, round(expected(size))),
         samples_per_second=rate,
-        ran_out=probe is not None and not probe.is_end_of_data,
+        ran_out=probe is not None and probe.ran_out,
     )
 
 

@@ -107,7 +107,7 @@ class Tuned:
         """Make a size the default of the next training cell.
 
         Raises:
-            UsageError: if it is no size of a step.
+            UsageError: if it is no size of a step, or one as small was seen to run out of memory.
         """
         size = micro_batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -116,6 +116,14 @@ class Tuned:
             )
         if self.most is not None and size > self.most:
             raise UsageError(f"the data fill no step of {size:,}; it takes up to {self.most:,}")
+        probes = [] if self.present is None else self.present.probes
+        ran_out = [p for p in probes if p.ran_out and p.micro_batch_size <= size]
+        if ran_out:
+            first = min(ran_out, key=lambda p: p.micro_batch_size)
+            raise UsageError(
+                f"a micro-batch of {first.micro_batch_size:,} {first.why}; --micro-batch-size "
+                f"{size} in the training cell takes it all the same"
+            )
         self._use(size)
 
     def show(self) -> None:

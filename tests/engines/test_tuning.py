@@ -264,6 +264,25 @@ def test_the_next_training_takes_the_size_on_the_same_data_only(session) -> None
     assert size_of(session) == 8
 
 
+def test_the_last_cell_is_tried_again_trained_or_tuned(session) -> None:
+    session.restart()
+    session.model(PLAIN, show=False)
+    with pytest.raises(UsageError, match="none has run"):
+        session.tune(show=False)
+    session.run("tried = []", show=False)
+    session.tune(f"tried.append(step)\n{LOSS}", data="data", accumulate=2, max=2, show=False)
+    session.run("tried.clear()", show=False)
+    assert session.tune(show=False).micro_batch_size == 12, "as it was told, without its --max"
+    assert session.tune(max=3, accumulate=1, show=False).micro_batch_size == 3
+    assert session.pull("len(tried) > 0")
+    with pytest.raises(UsageError, match="data"):
+        session.tune("not a cell", show=False)
+    size_of(session, accumulate=3)
+    session.run("tried.clear()", show=False)
+    assert session.tune(show=False).micro_batch_size == 8
+    assert session.pull("len(tried) == 0"), "it is not the cell that was tuned before"
+
+
 def test_a_table_finds_what_models_built_so_would_find(session) -> None:
     session.model(PLAIN, show=False)
     session.train(LOSS, data="data", steps=2, micro_batch_size=4, show=False)

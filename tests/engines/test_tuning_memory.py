@@ -17,7 +17,7 @@ from fsdp_magic.notebook.tuned import Tuned
 
 OPTIONS = {"data": "data", "scheduler_every": "step", "show": False}
 SMALL = {**OPTIONS, "micro_batch_size": 2}
-SLACK_BYTES = 2 * MIB
+SLACK_BYTES = 4 * MIB
 """What a rank may hold more: code of a cell that ran, and what libraries keep of a first use."""
 
 
@@ -54,6 +54,12 @@ def test_f24_the_rank_with_least_room_decides_for_all(built: Session) -> None:
     # it trains: what a probe did not see of a height is what the margin is for
     run = built.train(QUICK_CELL, steps=3, **OPTIONS)
     assert (run.steps, run.micro_batch_size) == (3, tuned.micro_batch_size)
+    known = f"%fsdp_tune found that {tuned.micro_batch_size} fits"
+    with pytest.raises(OutOfMemoryOnRankError, match=f"{known}: --micro-batch-size"):
+        built.train(QUICK_CELL, steps=1, **{**OPTIONS, "micro_batch_size": 2 * whole})
+    built.run("more = torch.ones(20 * 2**20) if rank == 1 else None", show=False)
+    with pytest.raises(OutOfMemoryOnRankError, match=f"{known}; more is held on the devices now"):
+        built.train(QUICK_CELL, steps=1, **OPTIONS)
 
 
 STATEFUL = (

@@ -73,6 +73,22 @@ def test_a_chosen_size_is_handed_on() -> None:
     assert chosen == [3]
 
 
+def test_a_size_that_ran_out_is_not_handed_on_but_one_within_the_margin_is() -> None:
+    chosen: list[int] = []
+    each = row("ddp", 4, is_present=True)
+    each.probes += [
+        probe(5, fits=False, peak_bytes=(7, 9), load_bytes=9, why="leaves 1 % free"),
+        probe(7, fits=False, why="runs out of memory on rank 1"),
+        probe(9, fits=False, why="the data fill no step of it", is_end_of_data=True),
+    ]
+    found = tuned(row("zero1", 2), each, use=chosen.append)
+    found.choose(6)
+    for size in (7, 8):
+        with pytest.raises(UsageError, match=r"^a micro-batch of 7 runs out of memory on rank 1; "):
+            found.choose(size)
+    assert chosen == [6]
+
+
 @pytest.mark.parametrize(
     ("size", "says"),
     [

@@ -20,7 +20,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSpec:
-    """What is tuned, on which data; tried again, the last training cell says what is not given."""
+    """What is tuned, on which data; tried again, the last cell says what is not given."""
 
     max: int | None = option(
         "--max",
