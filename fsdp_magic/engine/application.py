@@ -73,7 +73,7 @@ class EngineApplication(IPEngine):  # type: ignore[misc]  # ipyparallel is untyp
         STEPS.install()
         engine = Engine(shell=self.kernel.shell)
         setattr(builtins, CALL_NAME, engine.call)
-        os.register_at_fork(after_in_child=_die_with_parent)
+        os.register_at_fork(after_in_child=_begin_as_child)
         # once this turn of the loop has finished the registration
         asyncio.get_running_loop().call_soon(open_channel, self.kernel, engine)
 
@@ -143,9 +143,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(0)
 
 
-def _die_with_parent() -> None:
-    """Make a forked child (a DataLoader's worker) die with the engine.
+def _begin_as_child() -> None:
+    """Make a forked child (a DataLoader's worker) die with the engine, and leave its garbage alone.
 
-    A worker that outlives it would hold the engine's sockets open, and its peers would wait.
+    A worker that outlives it would hold the engine's sockets open, and its peers would wait. One
+    that collected transports the engine has left would wait for their threads, which it has not.
     """
+    gc.freeze()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

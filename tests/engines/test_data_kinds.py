@@ -263,6 +263,35 @@ def until_gone(pids, seconds=2.0):
     return [pid for pid in pids if runs(pid)]
 
 
+LEFT_TRANSPORTS = """
+import datetime, gc
+import torch.distributed as dist
+
+class Held:
+    def __init__(self):
+        self.itself = self  # only a collection finds it
+        ten = datetime.timedelta(seconds=10)
+        self.group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, ten)
+
+def collect(worker):
+    gc.enable()
+    gc.collect()
+
+gc.disable()
+Held()
+data = DataLoader(Numbers(64), batch_size=4, num_workers=1, worker_init_fn=collect)
+"""
+
+
+def test_a_worker_that_collects_garbage_does_not_wait_for_its_engines_threads(prepared):
+    try:
+        prepared.run(LEFT_TRANSPORTS, show=False)
+        run = prepared.train(CELL, data="data", steps=2, timeout=20, show=False)
+        assert (run.state, run.steps) == ("done", 2)
+    finally:
+        prepared.run("gc.enable()\ngc.collect()", show=False)
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("ending", ["done", "failed", "one epoch and a half"])
 def test_no_worker_is_left_after_a_run(prepared, tmp_path, persistent, ending):
