@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.protocol import EvalRequest, TrainRequest
 from fsdp_magic.core.recovery import RestoreReport, gone
 from fsdp_magic.core.specs import TrainSpec
+from fsdp_magic.notebook.found_size import FoundSize
 from fsdp_magic.notebook.run import Run
-
-
-@dataclass(frozen=True, slots=True)
-class _Tuned:
-    """A micro-batch size that was found; see ``History.use``."""
-
-    data: str | None
-    micro_batch_size: int
-    accumulates: bool
-    global_batch_size: int | None
 
 
 class History:
@@ -53,87 +44,33 @@ class History:
         self.snapshots_wait = False
         self._models: tuple[str, ...] = ()
         self.lost_models: tuple[str, ...] = ()
-        self._tuned: _Tuned | None = None
-        self._fits: tuple[str | None, int] | None = None
+        self._found: FoundSize | None = None
 
-    def note_fits(self, data: str | None, micro_batch_size: int) -> None:
-        """Note the largest size that ``%fsdp_tune`` has seen to fit for data, as typed."""
-        self._fits = (data, micro_batch_size)
-
-    def known_to_fit(self, spec: TrainSpec, micro_batch_size: int | None) -> str:
-        """Return what to say of a run that was out of memory; nothing: no size is known for it.
-
-        Args:
-            spec: of the run.
-            micro_batch_size: of its steps; None: batches of the data's own.
-        """
-        if self._fits is None or micro_batch_size is None or self._fits[0] != spec.data:
-            return ""
-        size = self._fits[1]
-        if micro_batch_size > size:
-            return f"%fsdp_tune found that {size:,} fits: --micro-batch-size {size}."
-        return (
-            f"%fsdp_tune found that {size:,} fits; more is held on the devices now, or the steps "
-            "are not those that it tried."
-        )
-
-    def use(
-        self,
-        data: str | None,
-        micro_batch_size: int,
-        *,
-        accumulates: bool = True,
-        global_batch_size: int | None = None,
-    ) -> None:
-        """Take a size that was found for data as the default of training cells that read them.
-
-        Args:
-            data: as typed.
-            micro_batch_size: that was found.
-            accumulates: whether it was found in steps of several micro-batches.
-            global_batch_size: that it is a part of, and that stays; None: nobody asked for one.
-        """
-        self._tuned = _Tuned(data, micro_batch_size, accumulates, global_batch_size)
+    def use(self, found: FoundSize) -> None:
+        """Take a size that was found for data as the default of training cells that read them."""
+        self._found = found
 
     def sized(self, spec: TrainSpec, *, ranks: int) -> tuple[TrainSpec, str]:
         """Return what a run is asked for with the micro-batch size that was found for its data.
 
         Args:
             spec: as typed.
-            ranks: that share the data.
+            ranks: in the world.
 
         Returns:
             The options, and what to say of them; nothing: the size is as typed.
         """
-        if self._tuned is None or spec.micro_batch_size or spec.tokens_per_batch:
-            return spec, ""
-        found, accumulated = self._tuned.micro_batch_size, self._tuned.accumulates
-        if spec.data is None or spec.data != self._tuned.data:
+        if self._found is None or not self._found.is_for(spec):
             return spec, ""
         of_run = self._newest.micro_batch_size if spec.resume and self._newest else None
         if of_run is not None:  # its steps were counted in batches of that size
             note = f"the micro-batch size is {of_run:,}, as in the run that this one finishes"
             return replace(spec, micro_batch_size=of_run), note
-        size, accumulate, why = found, spec.accumulate, "from %fsdp_tune"
-        kept = self._tuned.global_batch_size
-        if kept is not None and spec.global_batch_size is None and spec.accumulate == 1:
-            spec = replace(spec, global_batch_size=kept)
-            why += f", and --global-batch-size {kept:,} with it"
-        if spec.global_batch_size is not None:  # of which it must be a part
-            share = spec.global_batch_size // (ranks if spec.data_sharding == "auto" else 1)
-            size = max((b for b in range(1, min(size, share) + 1) if share % b == 0), default=size)
-            accumulate = share // size
-        if size != found:
-            why = (
-                f"the largest part of a rank's {share:,} within the {found:,} that %fsdp_tune found"
-            )
-        note = f"the micro-batch size is {size:,}, {why}; --micro-batch-size sets it"
-        if accumulate > 1 and size == found and not accumulated:
-            note += (
-                "; it was found in steps of one micro-batch, and several hold gradients as well: "
-                "%fsdp_tune with the --accumulate of this run is sure"
-            )
-        return replace(spec, micro_batch_size=size), note
+        return self._found.sized(spec, ranks=ranks)
+
+    def known_to_fit(self, spec: TrainSpec, micro_batch_size: int | None) -> str:
+        """Return what to say of the size of a run that was out of memory; see ``FoundSize``."""
+        return "" if self._found is None else self._found.known_to_fit(spec, micro_batch_size)
 
     def begin(self, *, world_size: int, accumulate: int) -> Run:
         """Return a new run."""
@@ -164,7 +101,7 @@ class History:
 
     def start_anew(self) -> None:
         """Forget what could be resumed: a new model starts at step 0."""
-        self._newest = self._tuned = self._fits = None
+        self._newest = self._found = None
         self.forget_snapshots()
 
     def forget_snapshots(self) -> None:
@@ -229,7 +166,7 @@ class History:
         self.lost_models = tuple(dict.fromkeys((*self.lost_models, *self._models)))
         self._models = ()
         self._newest = self.evaluation = self.training = self.tuning = None
-        self.last_frame = self._tuned = self._fits = None
+        self.last_frame = self._found = None
 
     def evaluation_for(self, spec: TrainSpec) -> EvalRequest | None:
         """Return what ``--eval-every`` runs; None: nothing, or the training cell itself.

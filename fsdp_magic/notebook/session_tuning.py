@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fsdp_magic.core.errors import CellFailedError, UsageError
@@ -17,6 +16,7 @@ from fsdp_magic.core.specs.compare import Variant
 from fsdp_magic.core.tuning import HoldRequest, RoomRequest, sizes_of
 from fsdp_magic.notebook import display
 from fsdp_magic.notebook.comparing import kept, set_aside
+from fsdp_magic.notebook.found_size import FoundSize
 from fsdp_magic.notebook.help import takes_options
 from fsdp_magic.notebook.options import spec_of
 from fsdp_magic.notebook.rooms import Rooms
@@ -77,12 +77,7 @@ class Tuning(Planning):
             names=[each.name for each in variants] or [present],
             is_table=bool(variants),
             is_endless=rooms.most_samples is None and spec.max is None,
-            use=partial(
-                self._history.use,
-                request.spec.data,
-                accumulates=_accumulates(request.spec),
-                global_batch_size=request.spec.global_batch_size,
-            ),
+            use=lambda size: self._use(size, request.spec, tuned),
         )
         tuned.most = rooms.most_samples
         tuned.room_bytes = rooms.capacity_bytes
@@ -101,7 +96,7 @@ class Tuning(Planning):
                         is_present = all(variant.applied(s) == s for s in built.specs.values())
                         tuned.table[-1].is_present = is_present
             tuned.state = "done"
-            self._take(tuned, request)
+            self._take(tuned)
         except KeyboardInterrupt:
             tuned.state = "stopped"
             raise
@@ -207,12 +202,10 @@ class Tuning(Planning):
             timeout=request.spec.timeout,
         )
 
-    def _take(self, tuned: Tuned, request: TrainRequest) -> None:
+    def _take(self, tuned: Tuned) -> None:
         """Make what was found the default of the next training cell, where it is for its model."""
         present, best = tuned.present, tuned.best
         if present is not None and present.micro_batch_size:
-            fits = max(p.micro_batch_size for p in present.probes if p.fits)
-            self._history.note_fits(request.spec.data, fits)
             tuned.choose(present.micro_batch_size)
             tuned.notes.append(
                 f"the next %%fsdp_train on the same data takes {present.micro_batch_size:,}; "
@@ -224,6 +217,23 @@ class Tuning(Planning):
                 "%%fsdp_model cell, and train with --micro-batch-size "
                 f"{best.micro_batch_size:,}"
             )
+
+    def _use(self, size: int, spec: TrainSpec, tuned: Tuned) -> None:
+        """Make a size that was found, or chosen after that, the default of training cells."""
+        present, samples = tuned.present, None
+        if tuned.most is not None and not spec.global_batch_size:
+            samples = tuned.most * spec.accumulate
+        fits = [] if present is None else [p.micro_batch_size for p in present.probes if p.fits]
+        self._history.use(
+            FoundSize(
+                data=spec.data,
+                micro_batch_size=size,
+                fits=max(fits, default=size),
+                accumulates=_accumulates(spec),
+                global_batch_size=spec.global_batch_size,
+                samples=samples,
+            )
+        )
 
 
 def _accumulates(spec: TrainSpec) -> bool:

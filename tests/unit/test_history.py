@@ -12,6 +12,7 @@ from fsdp_magic.core.reply import EvalReport
 from fsdp_magic.core.specs import TrainSpec
 from fsdp_magic.core.telemetry import EvaluationRecord, RunState
 from fsdp_magic.notebook.evaluation import Evaluation
+from fsdp_magic.notebook.found_size import FoundSize
 from fsdp_magic.notebook.history import History
 from fsdp_magic.notebook.run import Run
 
@@ -55,7 +56,7 @@ def test_what_is_left_of_a_run_counts_from_the_snapshot_that_ranks_are_back_at()
 def test_what_finishes_a_run_keeps_its_size_whatever_was_found_since() -> None:
     history, spec = History(), TrainSpec(data="d", steps=20)
     ended(history, spec, total=20, done=8).micro_batch_size = 8
-    history.use("d", 12)
+    history.use(FoundSize(data="d", micro_batch_size=12, fits=12))
     resumed, note = history.sized(TrainSpec(data="d", resume=True), ranks=1)
     assert (resumed.micro_batch_size, "as in the run" in note) == (8, True)
     assert history.sized(TrainSpec(data="d"), ranks=1)[0].micro_batch_size == 12

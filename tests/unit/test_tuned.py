@@ -12,7 +12,6 @@ from fsdp_magic.core.specs import TrainSpec, TuneSpec
 from fsdp_magic.core.tuning import RoomReport, sizes_of
 from fsdp_magic.core.units import MIB
 from fsdp_magic.errors import OutOfMemoryOnRankError, UsageError
-from fsdp_magic.notebook.history import History
 from fsdp_magic.notebook.probes import Probe, TunedStrategy
 from fsdp_magic.notebook.rooms import Rooms
 from fsdp_magic.notebook.search_endings import ending_of, nothing_fits
@@ -245,80 +244,3 @@ def test_accumulation_makes_up_the_global_batch(
 ) -> None:
     made = tuner(TuneSpec(), TrainSpec(data="d", **training), tuned())
     assert made._accumulate(size) == accumulate
-
-
-def test_the_next_training_cell_on_the_same_data_takes_the_size_and_says_so() -> None:
-    history = History()
-    history.use("d", 12)
-    spec, note = history.sized(TrainSpec(data="d"), ranks=2)
-    assert spec.micro_batch_size == 12
-    assert note == "the micro-batch size is 12, from %fsdp_tune; --micro-batch-size sets it"
-
-
-def test_a_global_batch_that_was_kept_is_handed_on() -> None:
-    history = History()
-    history.use("d", 12, global_batch_size=96)
-    spec, note = history.sized(TrainSpec(data="d"), ranks=2)
-    assert (spec.micro_batch_size, spec.global_batch_size) == (12, 96)
-    assert "and --global-batch-size 96 with it" in note
-    spec, _ = history.sized(TrainSpec(data="d", accumulate=3), ranks=2)
-    assert (spec.micro_batch_size, spec.accumulate, spec.global_batch_size) == (12, 3, None)
-    spec, _ = history.sized(TrainSpec(data="d", global_batch_size=48), ranks=2)
-    assert (spec.micro_batch_size, spec.global_batch_size) == (12, 48)
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        {"data": "e"},
-        {"data": "d", "micro_batch_size": 4},
-        {"data": "d", "tokens_per_batch": 99},
-        {"steps": 3},
-    ],
-)
-def test_other_training_cells_do_not(typed: dict[str, Any]) -> None:
-    history = History()
-    history.use("d", 12)
-    assert history.sized(TrainSpec(**typed), ranks=2) == (TrainSpec(**typed), "")
-
-
-def test_a_new_model_or_new_engines_forget_the_size() -> None:
-    for forget in (lambda h: h.start_anew(), lambda h: h.leave_engines(lost=False)):
-        history = History()
-        history.use("d", 12)
-        forget(history)
-        assert history.sized(TrainSpec(data="d"), ranks=2)[1] == ""
-
-
-@pytest.mark.parametrize(
-    ("whole", "sharding", "size"),
-    [(48, "auto", 12), (40, "auto", 10), (40, "none", 10), (14, "auto", 7), (74, "auto", 1)],
-)
-def test_a_global_batch_takes_the_largest_part_that_fits(
-    whole: int, sharding: Any, size: int
-) -> None:
-    history = History()
-    history.use("d", 12)
-    asked = TrainSpec(data="d", global_batch_size=whole, data_sharding=sharding)
-    spec, note = history.sized(asked, ranks=2)
-    assert spec.micro_batch_size == size
-    assert ("that %fsdp_tune found" in note) == (size != 12), note
-
-
-@pytest.mark.parametrize(
-    ("accumulated", "training", "says"),
-    [
-        (False, {"accumulate": 4}, True),
-        (False, {"global_batch_size": 48}, True),
-        (False, {"global_batch_size": 24}, False),
-        (False, {}, False),
-        (True, {"accumulate": 4}, False),
-    ],
-)
-def test_it_says_where_more_gradients_are_held_than_were_tried(
-    accumulated: bool, training: dict[str, Any], says: bool
-) -> None:
-    history = History()
-    history.use("d", 12, accumulates=accumulated)
-    _, note = history.sized(TrainSpec(data="d", **training), ranks=2)
-    assert ("in steps of one micro-batch" in note) == says
