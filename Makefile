@@ -35,7 +35,7 @@ test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 --keep-going test-engines test-beside
 
 # engines wait for each other often, and leave half of two cores to the others
-BESIDE := tests/unit tests/notebooks tests/chaos
+BESIDE := tests/unit tests/notebooks tests/chaos tests/browser
 
 test-engines: $(INSTALLED)
 	$(BIN)/python -m pytest $(addprefix --ignore ,$(BESIDE))
@@ -56,6 +56,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/strategies.py
+	$(BIN)/python benchmarks/memory_limit.py
 
 nightly: $(INSTALLED)
 	$(BIN)/python -m pytest -m nightly

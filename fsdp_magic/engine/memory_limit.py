@@ -16,7 +16,9 @@ from fsdp_magic.core.units import KIB, MIB
 
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 128 * KIB
 """From which size on malloc maps memory for each request: what it begins with, and raises by
-itself. At 1 MiB activations below it left holes of half a limit. Source: malloc.h of glibc."""
+itself. At 1 MiB activations below it left holes of half a limit. But the system clears mapped pages
+each time: a step of a small GPT-2 takes 1.7 times as long as without (benchmarks/memory_limit.py),
+at 1 MiB it took 1.2 times. Source: malloc.h of glibc."""
 _OWN_BYTES = 64 * MIB
 """Room beyond the limit for the engine's own threads and messages."""
 _LIMIT: list[int] = []
