@@ -35,7 +35,7 @@ test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 --keep-going test-engines test-beside
 
 # engines wait for each other often, and leave half of two cores to the others
-BESIDE := tests/unit tests/notebooks tests/chaos tests/browser
+BESIDE := tests/unit tests/notebooks tests/chaos tests/browser $(wildcard tests/engines/test_tun*.py)
 
 test-engines: $(INSTALLED)
 	$(BIN)/python -m pytest $(addprefix --ignore ,$(BESIDE))
