@@ -9,14 +9,20 @@ CPU engines, of which two have no limit (A and its double), take the same steps 
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 from contextlib import ExitStack
 from typing import Any
 
-from side_by_side import HERE, RANKS, comparison, cpu_seconds, machine, rotated, say
+from side_by_side import (
+    HERE,
+    RANKS,
+    comparison,
+    cpu_seconds,
+    machine,
+    measured_from_command,
+    rotated,
+    say,
+)
 from step_overhead import Series
 
 from fsdp_magic.core.specs import InitSpec
@@ -88,29 +94,12 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
         "passes": loop["passes"],
         "loop": loop,
         "cpu": cpu,
-        "ms_per_step": {
-            name: {
-                kind: round(statistics.median(getattr(side.series, kind)), 3)
-                for kind in ("loop", "cpu")
-            }
-            for name, side in sides.items()
-        },
+        "ms_per_step": {name: side.series.medians() for name, side in sides.items()},
         "rounds": rounds,
         "steps_per_round": steps,
         "machine": start,
     }
 
 
-def main() -> int:
-    """Measure, print the result, and return 1 if it misses its bound."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=30)
-    options = parser.parse_args()
-    result = measure(options.rounds, options.steps)
-    print(json.dumps(result))
-    return 0 if result["passes"] else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measured_from_command(measure, __doc__, rounds=10, steps=30))

@@ -7,6 +7,7 @@ its A/A beside it. Progress goes to stderr; the last and only line on stdout is 
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,6 +274,19 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in names},
     }
+
+
+def measured_from_command(
+    measure: Callable[[int, int], dict[str, Any]], doc: str, *, rounds: int, steps: int
+) -> int:
+    """Measure as the command line says, print the result; return 1 if it misses its bound."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=steps)
+    options = parser.parse_args()
+    result = measure(options.rounds, options.steps)
+    print(json.dumps(result))
+    return 0 if result["passes"] else 1
 
 
 def _percentile(ordered: Sequence[float], part: float) -> float:

@@ -15,7 +15,7 @@ gradient norms of both sides must agree, or the work was not the same.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -32,6 +32,7 @@ from side_by_side import (
     comparison,
     cpu_seconds,
     machine,
+    measured_from_command,
     rotated,
     say,
     tree_cpu_seconds,
@@ -99,6 +100,11 @@ class Series:
     wall: list[float] = field(default_factory=list)
     loop: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+
+    def medians(self) -> dict[str, float]:
+        """Return the median of what was measured, by its name."""
+        measured = dataclasses.asdict(self)
+        return {kind: round(statistics.median(v), 3) for kind, v in measured.items() if v}
 
 
 class TorchrunSide:
@@ -218,13 +224,7 @@ def measure(rounds: int, steps: int, *, strategy: str = STRATEGY) -> dict[str, A
         "wall": wall,
         "loop": comparison(b.loop, a.loop, double.loop, bound=BOUND),
         "cpu": comparison(b.cpu, a.cpu, double.cpu, bound=BOUND),
-        "ms_per_step": {
-            name: {
-                kind: round(statistics.median(getattr(side.series, kind)), 3)
-                for kind in ("wall", "loop", "cpu")
-            }
-            for name, side in sides.items()
-        },
+        "ms_per_step": {name: side.series.medians() for name, side in sides.items()},
         "largest_relative_difference_of_losses_and_norms": difference,
         **ours.figures(),
         "vote": votes,
@@ -240,16 +240,5 @@ def _note(series: Series, steps: int, *, wall: float, loop: float, cpu: float) -
     series.cpu.append(1000 * cpu / steps)
 
 
-def main() -> int:
-    """Measure, print the result, and return 1 if it misses its bound."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args()
-    result = measure(options.rounds, options.steps)
-    print(json.dumps(result))
-    return 0 if result["passes"] else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measured_from_command(measure, __doc__, rounds=15, steps=60))
