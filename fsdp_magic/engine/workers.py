@@ -7,10 +7,13 @@ it. So every worker asks the kernel to be killed with its engine, and those of a
 from __future__ import annotations
 
 import ctypes
+import multiprocessing.queues
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from fsdp_magic.engine.parallel.torch_private import shut_down_workers
 
 _PR_SET_PDEATHSIG = 1
 """Source: linux/prctl.h."""
+_QUEUE: Any = multiprocessing.queues.Queue  # whose private names no stubs know
 
 
 def rebuilt(loader: DataLoader[Any], *, seed: int, **changed: Any) -> DataLoader[Any]:
@@ -88,10 +92,14 @@ class LoaderIterators:
 
     def begin(self, seed: int) -> Any:
         """Return a new iterator; workers start here, or begin anew if they are persistent."""
-        if not self.loader.persistent_workers:
-            self.close()
-        self.loader.generator.manual_seed(seed)
-        self._latest = iter(self.loader)
+        try:
+            if not self.loader.persistent_workers:
+                self.close()
+            self.loader.generator.manual_seed(seed)
+            self._latest = iter(self.loader)
+        except BaseException as error:
+            _end_threads_of_queues(error)
+            raise
         return self._latest
 
     def close(self) -> None:
@@ -99,3 +107,18 @@ class LoaderIterators:
         if self._latest is not None and self.loader.num_workers:
             shut_down_workers(self._latest)
         self._latest = None
+
+
+def _end_threads_of_queues(error: BaseException) -> None:
+    """Let a queue that was being started when an interrupt came end its thread when it is closed.
+
+    A queue notes how to end it only once the thread runs, which on a busy machine takes a while;
+    interrupted in between it would keep the thread and its pipe for good. Source:
+    ``Queue._start_thread`` in Python's multiprocessing/queues.py.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is _QUEUE._start_thread.__code__:
+            queue = frame.f_locals["self"]
+            if queue._thread is not None and queue._close is None:
+                held = [queue._buffer, queue._notempty]
+                queue._close = Finalize(queue, _QUEUE._finalize_close, held, exitpriority=10)

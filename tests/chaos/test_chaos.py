@@ -35,7 +35,10 @@ def test_a_hundred_faults_leave_no_file_and_no_thread_open(stage: Stage) -> None
         pytest.skip("the faults of this file have not been struck in this run")
     grown = growth(stage.held)
     assert len(grown) == 3, "the kernel and the same two engines all along"
-    assert all(held.descriptors <= 0 and held.threads <= 0 for held in grown.values()), grown
+    names = "[t.name for t in __import__('threading').enumerate()]"
+    assert stage.session is not None
+    told = (grown, stage.session.pull(names, rank="all"))
+    assert all(held.descriptors <= 0 and held.threads <= 0 for held in grown.values()), told
 
 
 @pytest.mark.timeout(120)  # engines that are started one by one each import torch

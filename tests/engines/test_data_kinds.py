@@ -336,6 +336,38 @@ def test_an_interrupted_run_leaves_no_worker(prepared, tmp_path, slow, presses):
     assert until_gone(started) == []
 
 
+STOPPED_STARTS = """
+import threading
+start, stopped = threading.Thread.start, []
+
+def start_and_stop(thread):
+    start(thread)
+    if thread.name == "QueueFeederThread" and not stopped:
+        stopped.append(thread)
+        raise RuntimeError("stopped")
+
+def of_queues():
+    return [t.name for t in threading.enumerate()].count("QueueFeederThread")
+
+threading.Thread.start = start_and_stop
+data = DataLoader(Numbers(64), batch_size=4, num_workers=2)
+"""
+
+
+def test_a_queue_that_was_stopped_as_it_started_leaves_no_thread(prepared):
+    prepared.run(STOPPED_STARTS, show=False)
+    try:
+        with pytest.raises(CellFailedError, match="stopped"):
+            prepared.train(CELL, data="data", show=False)
+    finally:
+        prepared.run("threading.Thread.start = start", show=False)
+    deadline = time.monotonic() + 5
+    while any(prepared.pull("of_queues()", rank="all")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert prepared.pull("of_queues(), len(stopped)", rank="all") == [(0, 1)] * 2
+    assert prepared.train(CELL, data="data", steps=2, show=False).state == "done"
+
+
 def test_workers_die_with_their_engine_and_peers_are_released_at_once(prepared, tmp_path):
     """F40: what a worker inherits, the sockets too, it would keep open."""
     session = prepared
