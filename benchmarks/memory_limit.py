@@ -20,10 +20,8 @@ from side_by_side import (
     cpu_seconds,
     machine,
     measured_from_command,
-    rotated,
-    say,
 )
-from step_overhead import Series
+from step_overhead import Series, take_in_turn
 
 from fsdp_magic.core.specs import InitSpec
 from fsdp_magic.notebook.session import Session
@@ -77,14 +75,7 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
             "with a limit": Side(stack, "4GiB"),
             "without again": Side(stack, None),
         }
-        for side in sides.values():  # the first steps allocate and connect
-            side.take(steps)
-            side.series = Series()
-        for number, order in enumerate(rotated(tuple(sides), rounds), 1):
-            for name in order:
-                sides[name].take(steps)
-            took = ", ".join(f"{name} {side.series.loop[-1]:.2f}" for name, side in sides.items())
-            say(f"round {number}/{rounds}: ms per step: {took}")
+        take_in_turn(sides, rounds, steps)
     plain, limited, again = sides.values()
     assert limited.losses == plain.losses == again.losses, "they did not do the same"
     loop = comparison(limited.series.loop, plain.series.loop, again.series.loop, bound=BOUND)

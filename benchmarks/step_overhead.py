@@ -20,6 +20,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,6 +187,18 @@ def options_of(strategy: str) -> dict[str, Any]:
     return {"strategy": strategy} | ({"shard_size": 1} if strategy == "hybrid_shard" else {})
 
 
+def take_in_turn(sides: Mapping[str, Any], rounds: int, steps: int) -> None:
+    """Have all sides take steps, round by round; the first, which allocate, do not count."""
+    for side in sides.values():
+        side.take(steps)
+        side.series = Series()
+    for number, order in enumerate(rotated(tuple(sides), rounds), 1):
+        for name in order:
+            sides[name].take(steps)
+        took = ", ".join(f"{name} {side.series.loop[-1]:.2f}" for name, side in sides.items())
+        say(f"round {number}/{rounds}: ms per step: {took}")
+
+
 def measure(rounds: int, steps: int, *, strategy: str = STRATEGY) -> dict[str, Any]:
     """Run both sides in turn, and return the figures."""
     start = machine()
@@ -202,14 +215,7 @@ def measure(rounds: int, steps: int, *, strategy: str = STRATEGY) -> dict[str, A
             NotebookSide(kernel, strategy),
         )
         sides: dict[str, Any] = {"torchrun": plain, "notebook": ours, "torchrun again": again}
-        for side in sides.values():  # the first steps allocate, compile and connect
-            side.take(steps)
-            side.series = Series()
-        for number, order in enumerate(rotated(tuple(sides), rounds), 1):
-            for name in order:
-                sides[name].take(steps)
-            took = ", ".join(f"{name} {side.series.wall[-1]:.2f}" for name, side in sides.items())
-            say(f"round {number}/{rounds}: ms per step: {took}")
+        take_in_turn(sides, rounds, steps)
         votes = ours.vote_figures(steps)
     difference = max(
         abs(a - b) / abs(b)

@@ -17,8 +17,10 @@ from fsdp_magic.notebook.tuned import Tuned
 
 OPTIONS = {"data": "data", "scheduler_every": "step", "show": False}
 SMALL = {**OPTIONS, "micro_batch_size": 2}
-SLACK_BYTES = 4 * MIB
+SLACK_BYTES = 2 * MIB
 """What a rank may hold more: code of a cell that ran, and what libraries keep of a first use."""
+HEIGHT_BYTES = 4 * MIB
+"""Of a height of a short step, what a probe on a busy machine may not have seen."""
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def test_f25_state_that_is_still_to_come_is_counted_and_gone_again(limited) -> N
     assert run.losses == comes.losses
     run = session.train(cell, data="data", steps=4, show=False)
     assert run.micro_batch_size == tuned.micro_batch_size
-    assert max(run.peak_bytes) < 0.95 * 128 * MIB + SLACK_BYTES
+    assert max(run.peak_bytes) < 0.95 * 128 * MIB + HEIGHT_BYTES
     assert session.pull("len(optimizer.state)") > 0
 
 
