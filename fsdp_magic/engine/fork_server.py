@@ -19,6 +19,7 @@ import select
 import socket
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,13 +119,20 @@ class _ForkServer:
         if reason is not None:
             self._send(RefusedReport(number=request.number, reason=reason))
         else:
+            told, tell = os.pipe()
             pid = os.fork()
             if pid == 0:
+                os.close(tell)
                 self._leave()
+                _wait_until_told(told)
                 return _Asked(request=request, channel=channel)
+            os.close(told)
             descriptor = os.pidfd_open(pid)
             self._children[descriptor] = _Child(number=request.number, pid=pid)
             self._send(ForkedReport(number=request.number, pid=pid), descriptor)
+            with suppress(BrokenPipeError):  # it has ended already, which is told by itself
+                os.write(tell, b".")
+            os.close(tell)
         if channel is not None:
             os.close(channel)
         return None
@@ -147,6 +155,13 @@ class _ForkServer:
             socket.send_fds(self._control, [b"".join(framed(report))], list(descriptors))
         except OSError:  # the kernel is gone
             os._exit(0)
+
+
+def _wait_until_told(told: int) -> None:
+    """End this child if the server ends before the kernel can know of it, who would end it."""
+    if not os.read(told, 1):
+        os._exit(1)
+    os.close(told)
 
 
 def _why_not() -> str | None:

@@ -26,6 +26,7 @@ from fsdp_magic.core.channel import ChannelClosedError, Frames, framed
 from fsdp_magic.core.errors import UsageError
 from fsdp_magic.core.forking import EndedReport, ForkedReport, ForkRequest, RefusedReport
 from fsdp_magic.core.protocol import KERNEL_PID_VARIABLE
+from fsdp_magic.notebook.exit_codes import exit_code_of_orphan
 
 _CHUNK_BYTES = 1 << 16
 _LOG_BYTES = 1 << 20
@@ -170,6 +171,7 @@ class ForkServer:
         try:
             answer = self._answers.get(timeout=_START_SECONDS)
         except queue.Empty:
+            self._process.kill()  # what it made later would be taken for the next one
             return f"the fork server was not ready within {_START_SECONDS:.0f} s"
         return answer or f"the fork server ended:\n{self.log}"
 
@@ -225,7 +227,7 @@ class ForkServer:
                 self._processes.pop(number).end(exit_code)
 
     def _watch_orphans(self) -> None:
-        """Say when the processes end that live on after the server; how, nobody can know."""
+        """Say when and how the processes end that live on after the server."""
         poll = select.poll()
         left = {process.descriptor: process for process in self._processes.values()}
         for descriptor in left:
@@ -233,7 +235,8 @@ class ForkServer:
         while left:
             for descriptor, _ in poll.poll():
                 poll.unregister(descriptor)
-                left.pop(descriptor).end(None)
+                process = left.pop(descriptor)
+                process.end(exit_code_of_orphan(process.pid, descriptor))
 
 
 _Place = tuple[dict[str, str], str, frozenset[tuple[str, int]]]

@@ -61,8 +61,7 @@ class _Forked:
     def _new_channel(self: Any) -> Iterator[socket.socket | None]:
         """Have the engine's side of a channel inside; a controller has none.
 
-        An earlier one is closed: by that an engine ends that a fork server made, and died before
-        it could tell of.
+        An earlier one is closed: by that an engine ends that a fork server made too late.
         """
         self.close_channel()
         self.channel = None

@@ -43,6 +43,7 @@ class Processes:
         self._replacements = itertools.count(1)
         self.loop = LoopThread()
         self.engines: dict[int, Any] = {}
+        self._ended: list[Any] = []
 
     @property
     def has_new_controller(self) -> bool:
@@ -122,11 +123,12 @@ class Processes:
     def end(self) -> None:
         """End every process."""
         self.loop.run(asyncio.sleep(0))  # a start that was interrupted starts no more after this
-        self._end([*self._started(), self.controller])
+        self._ended = self._started()  # ipyparallel forgets those that have ended
+        self._end([*self._ended, self.controller])
 
     def close_channels(self) -> None:
-        """Close the kernel's side of the engines' channels."""
-        for launcher in self._started():
+        """Close the kernel's side of the channels of engines that were ended."""
+        for launcher in self._ended:
             launcher.close_channel()
 
     def ended_logs(self) -> list[str]:

@@ -134,4 +134,7 @@ def look_around(stage: Stage, ports: set[tuple[str, int]], outcome: Outcome) -> 
     usual = stage.usual_processes[outcome.case.ranks]
     done = until(lambda: len(processes()) <= usual)
     outcome.check(done, f"{usual} processes are usual, not {processes()}")
+    server = None if stage.session is None else stage.session._server
+    if server is not None and not server.alive and outcome.case.fault != "fork server killed":
+        outcome.check(False, f"the fork server ended: {server._process.returncode} {server.log}")
     outcome.check(listening() <= ports, f"this process listens at {listening() - ports}")

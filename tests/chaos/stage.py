@@ -67,8 +67,8 @@ class Stage:
             session = self.session = Session(
                 InitSpec(n=ranks, device="cpu", memory_limit=MEMORY_LIMIT)
             )
-            self.usual_processes.setdefault(ranks, len(processes()))
             prepare(session)
+            self.usual_processes.setdefault(ranks, len(processes()))  # nothing starts any more
         elif not (session.running and session.alive):
             session.restart()
             prepare(session)

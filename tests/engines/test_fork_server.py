@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -33,6 +34,20 @@ def results(session: Session, code: str) -> list[str | None]:
     return [output.result for output in session.run(code, show=False)]
 
 
+def have_run_first(code: str, directory: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have every Python process that is started from now on run some code first."""
+    (directory / "sitecustomize.py").write_text(code)
+    paths = [str(directory), os.environ.get("PYTHONPATH", "")]
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+def open_sockets() -> int:
+    """Return how many sockets this process has open."""
+    gc.collect()
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(x) and os.readlink(x).startswith("socket:") for x in links)
+
+
 def server_pid(session: Session) -> int:
     assert session._server is not None
     return session._server.pid
@@ -56,7 +71,40 @@ def test_engines_are_children_of_one_server_which_a_restart_keeps(
     assert all(text is not None and text.endswith(f", {server})") for text in (*before, *after))
 
 
-def test_an_engine_that_a_server_made_and_died_before_telling_ends(
+DIES_BEFORE_TELLING = """
+import os, signal, sys
+
+if "fsdp_magic.engine.fork_server" in sys.orig_argv:
+    fork, made = os.fork, []
+
+    def forked():
+        pid = fork()
+        if pid and sys._getframe(1).f_code.co_name == "_fork":
+            made.append(pid)
+            if len(made) == int(os.environ["DIES_AT"]):
+                with open(os.environ["UNTOLD"], "w") as file:
+                    file.write(str(pid))
+                os.kill(os.getpid(), signal.SIGKILL)
+        return pid
+
+    os.fork = forked
+"""
+
+
+@pytest.mark.parametrize(("number", "role"), [(1, "controller"), (2, "engine")])
+def test_nothing_is_left_of_what_a_server_made_and_died_before_telling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, role: str
+) -> None:
+    have_run_first(DIES_BEFORE_TELLING, tmp_path, monkeypatch)
+    monkeypatch.setenv("DIES_AT", str(number))
+    monkeypatch.setenv("UNTOLD", str(tmp_path / "untold"))
+    with Session(InitSpec(n=1, device="cpu")) as session:
+        assert results(session, "rank") == ["0"]
+        untold = int((tmp_path / "untold").read_text())
+        assert until(lambda: not psutil.pid_exists(untold), seconds=10.0), f"its {role} lives"
+
+
+def test_an_engine_that_a_server_made_too_late_ends(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
@@ -123,7 +171,7 @@ def test_engines_outlive_their_server_and_their_own_end_is_still_seen_at_once(
         "1",
     ]
     started = time.monotonic()
-    with pytest.raises(EngineDiedError, match="rank 1"):
+    with pytest.raises(EngineDiedError, match=r"rank 1 on .* ended \(SIGKILL"):
         session.run("if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()", show=False)
     assert time.monotonic() - started < 1.0
     session.restart()
@@ -142,16 +190,16 @@ def beside_the_notebook(directory: Path) -> None:
 
 @pytest.fixture
 def threads_in_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "sitecustomize.py").write_text(
-        """
+    with monkeypatch.context() as patch:
+        have_run_first(
+            """
 import sys, threading
 if "fsdp_magic.engine.fork_server" in sys.orig_argv:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-"""
-    )
-    with monkeypatch.context() as patch:
-        paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+""",
+            tmp_path,
+            patch,
+        )
         yield
 
 
@@ -193,6 +241,7 @@ def test_an_interrupt_while_engines_start_leaves_nothing(monkeypatch: pytest.Mon
 def test_an_interrupt_while_engines_are_replaced_leaves_none_and_they_can_be_started(
     session: Session,
 ) -> None:
+    left = []
     for seconds in (0.02, 0.3):  # while they end; while the next ones start
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
@@ -200,8 +249,10 @@ def test_an_interrupt_while_engines_are_replaced_leaves_none_and_they_can_be_sta
             session.restart()
         timer.join()
         assert not session.running
+        left.append(open_sockets())
         session.restart()
         assert results(session, "rank") == ["0", "1"]
+    assert left[0] == left[1], "a channel of an engine that is not there any more"
 
 
 def test_modules_beside_the_notebook_are_found_and_never_in_place_of_pythons_own(
