@@ -323,7 +323,7 @@ if rank == 0:
     started = time.monotonic()
     with pytest.raises(CellFailedError) as caught:
         session.run(code, show=False)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 3.0
     assert caught.value.ranks == (0,)
     assert "ValueError: the reason" in str(caught.value)
     assert "rank 1 released" in str(caught.value)

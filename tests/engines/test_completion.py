@@ -162,9 +162,9 @@ def test_what_is_printed_while_completing_is_not_shown(
 
 def test_px_is_not_interrupted_by_tab(tab: InteractiveShell, session: Session) -> None:
     view = session.client[:]
-    running = view.execute("import time\ntime.sleep(1)\npx_done = 1", block=False)
+    running = view.execute("import time\ntime.sleep(3)\npx_done = 1", block=False)
     started = time.monotonic()
     assert offered(tab, "%%fsdp\ntrain_d|") == []
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 3
     running.get(timeout=10)
     assert session.pull("px_done") == 1

@@ -229,7 +229,7 @@ def test_an_interrupt_while_engines_start_leaves_nothing(monkeypatch: pytest.Mon
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             Session(InitSpec(n=2, device="cpu"))
-        assert time.monotonic() - started < 1.7
+        assert time.monotonic() - started < 2.5
     finally:
         timer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)

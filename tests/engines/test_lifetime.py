@@ -136,7 +136,7 @@ def test_a_killed_engine_is_named_at_once_its_peers_are_released_and_a_restart_h
     started = time.monotonic()
     with pytest.raises(EngineDiedError) as caught:
         session.run(code, show=False)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 3.0
     died = caught.value
     assert (died.rank, died.signal, died.host) == (1, signal.SIGKILL, os.uname().nodename)
     assert "rank 1" in str(died)

@@ -140,7 +140,7 @@ def test_one_press_ends_a_run_whose_table_is_up_at_once(session: Session) -> Non
     started = time.monotonic()
     with interrupted_after(pressed), pytest.raises(CellInterrupted) as caught:
         session.train(cell, steps=4, show=False)
-    assert time.monotonic() - started < pressed + 0.6
+    assert time.monotonic() - started < pressed + 2.0
     run = caught.value.run
     assert (run.state, run.steps, run.is_stopping) == ("stopped", 1, True)
     assert run.waited is not None

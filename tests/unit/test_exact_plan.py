@@ -7,9 +7,9 @@ import pytest
 from fsdp_magic.core.planning.overlay import Setting
 from fsdp_magic.core.planning.requests import TraceVariant
 from fsdp_magic.core.planning.strategies import ledger_of
-from fsdp_magic.engine.planning.exact import exact_peak, fake_group, spec_of
 from fsdp_magic.engine.planning.fake_mode import PlanningMode
 from fsdp_magic.engine.planning.tracing import trace_step
+from tests.exact_plan import exact_peak, fake_group, spec_of
 from tests.traced_model import NO_OPTIMIZER, SmallModel, program_of, some_or_nightly
 
 

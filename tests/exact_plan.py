@@ -1,4 +1,4 @@
-"""ENGINE: the same figures as an overlay's, from FSDP2's own code on a group that sends nothing.
+"""The same figures as an overlay's, from FSDP2's own code on a group that sends nothing.
 
 Slow, and only for strategies on FSDP2, but nothing in it is a model of FSDP2: units are made by
 ``fully_shard`` over a fake process group of any size, and what it gathers, frees and reduces is
