@@ -31,6 +31,7 @@ import time
 import torch
 from torch import nn
 from tqdm import tqdm
+torch.distributed.barrier()
 print('ready')
 print(f'this is rank {rank}')""",
     MODEL: f"""%%fsdp_model
@@ -54,16 +55,17 @@ loss = model(torch.randn(8, 16)).square().mean()""",
     SHOWN: """%%fsdp
 from IPython.display import HTML
 for _ in tqdm(range(40), desc="reading"):
-    time.sleep(0.02)
+    time.sleep(0.1)
+torch.distributed.barrier()
 HTML("<b class='shown-by-ranks'>shown by all ranks</b>")""",
     RAISES: f'%%fsdp\nif rank == 1:\n    raise ValueError("{ATTACK}")',
     WRONG: "%fsdp_init --devise cpu",
-    LATER: """%%fsdp_train --steps 60
+    LATER: """%%fsdp_train --steps 160
 time.sleep(0.05)
 loss = model(torch.randn(8, 16)).square().mean()""",
     STATUS: "%fsdp_status",
     TUNE: """%%fsdp_tune --data samples --objective throughput --max 16
-time.sleep(0.05)
+time.sleep(0.15)
 loss = model(batch).square().mean()""",
     SIZED: "%%fsdp_train --data samples --steps 2\nloss = model(batch).square().mean()",
     TYPED: "",

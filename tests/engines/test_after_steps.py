@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_interrupts import interrupted_after
+from interrupting import interrupted_after, stop_pressed
 
 from fsdp_magic.errors import CellFailedError, CellInterrupted, UsageError
 
@@ -222,8 +222,8 @@ def test_steps_of_a_run_that_ends_early_are_logged_to_the_last(session, ending):
         with pytest.raises(CellFailedError) as caught:
             session.train(CELL + "if step == 5: 1 / 0", **options)
     else:
-        with interrupted_after(0.5), pytest.raises(CellInterrupted) as caught:
-            session.train(CELL + "time.sleep(0.01)", **options)
+        with interrupted_after(), pytest.raises(CellInterrupted) as caught:
+            session.train(CELL + stop_pressed("step == 20"), **options)
     assert caught.value.run.steps > 0
     assert logged == list(range(caught.value.run.steps))
 

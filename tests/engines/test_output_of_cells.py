@@ -98,7 +98,7 @@ def test_a_flood_without_end_is_stopped_in_time_and_piles_up_nowhere(
     started = time.monotonic()
     with pytest.raises(CellFailedError, match=r"stopped after 1 s"):
         session.run(code, show=False, timeout=1)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 10.0
     grown = [after - first for first, after in zip(before, resident())]
     assert max(grown) * 4096 < 40 * 2**20, "an engine keeps at most what a moment prints"
     assert printed(session, "print('next')") == ("next\n", "")
@@ -135,16 +135,18 @@ _ = list(torch.utils.data.DataLoader(Data(), num_workers=1))
 def test_what_a_thread_prints_after_its_cell_is_not_the_next_cells(session: Session) -> None:
     code = """
 import threading, time
+told, go = threading.Event(), threading.Event()
 def late():
     print("in time")
-    time.sleep(0.2)
+    told.set()
+    go.wait()
     print("late")
 thread = threading.Thread(target=late)
 thread.start()
-time.sleep(0.1)
+told.wait()
 """
     assert printed(session, code)[0] == "in time\n"
-    assert printed(session, "thread.join(); print('next')")[0] == "next\n"
+    assert printed(session, "go.set(); thread.join(); print('next')")[0] == "next\n"
 
 
 def test_a_pool_of_an_earlier_cell_prints_into_the_cell_that_uses_it(session: Session) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import ipyparallel
 import pytest
@@ -59,10 +60,12 @@ def test_a_cell_comes_after_the_persons_own_that_was_sent_before(session: Sessio
     waiting.get(timeout=5)
 
 
-def test_the_persons_own_cells_can_be_interrupted(session: Session) -> None:
+def test_the_persons_own_cells_can_be_interrupted(session: Session, tmp_path: Path) -> None:
     client = session.client
-    waiting = client[:].execute("import time; time.sleep(60)", block=False)
-    time.sleep(0.3)
+    begins = f"import os, time; open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()"
+    waiting = client[:].execute(f"{begins}; time.sleep(60)", block=False)
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.05)
     client.send_signal(signal.SIGINT, block=True)
     with pytest.raises(ipyparallel.error.CompositeError, match="KeyboardInterrupt"):
         waiting.get(timeout=5)

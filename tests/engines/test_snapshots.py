@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -223,6 +224,7 @@ def test_options_that_contradict_snapshots_are_refused(session):
 def test_no_file_of_a_session_that_ended_is_left():
     from fsdp_magic.notebook.snapshot_files import SnapshotFiles
 
+    gc.collect()  # what earlier tests left
     before = set(os.listdir("/proc/self/fd"))
     files = SnapshotFiles(3)
     assert all(os.path.exists(path) for path in files.paths(2))

@@ -67,7 +67,7 @@ def peak_per_parameter(session: Session, strategy: str, **options: Any) -> float
         session.model(model, "model", strategy=strategy, show=False, **options)
         session.train(CELL, steps=1, accumulate=2, show=False)
         session.run("watch.start()", show=False)
-        session.train(CELL, steps=2, accumulate=2, show=False)
+        session.train(CELL, steps=4, accumulate=2, show=False)
         session.run("watch.over.set(); watch.join(); peak = watch.peak - before", show=False)
         session.run("del model, optimizer, loss", show=False)
     return max(session.pull("peak", rank="all")) / (LAYERS * WIDTH**2)

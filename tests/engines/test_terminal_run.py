@@ -15,6 +15,7 @@ from fcntl import ioctl
 import pytest
 from terminal import Terminal
 
+from fsdp_magic.notebook import training
 from fsdp_magic.notebook.session import Session
 
 CELL = """
@@ -58,6 +59,7 @@ def test_a_run_in_a_terminal_is_one_block_beneath_what_ranks_print(
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
         show=False,
     )
+    monkeypatch.setattr(training, "_FRAME_SECONDS", 0.1)
     with pseudo_terminal(monkeypatch) as written:
         run = session.train(CELL, steps=14)
     text = b"".join(written).decode()

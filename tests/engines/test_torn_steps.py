@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from typing import Any
 
 import pytest
+from interrupting import interrupted_after, stop_pressed
 
 from fsdp_magic.errors import CellFailedError, CellInterrupted, UsageError
 from fsdp_magic.notebook.session import Session
@@ -216,11 +214,9 @@ def test_an_interrupt_that_tears_a_step_says_so(session):
     session.run("import time", show=False)
     cell = (
         "loss = model(batch).pow(2).mean()\nloss.backward()\n"
-        "if rank == 0: first.step()\ntime.sleep(60)"
+        f"if rank == 0: first.step()\n{stop_pressed('True', 0.4)}time.sleep(60)"
     )
-    for delay in (0.8, 1.2):
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(CellInterrupted, match="The step is torn"):
+    with interrupted_after(), pytest.raises(CellInterrupted, match="The step is torn"):
         session.train(cell, manual=True, data="data", micro_batch_size=4, show=False)
     with pytest.raises(UsageError, match="a step was torn"):
         session.train(CELL, steps=1, **OPTIONS)

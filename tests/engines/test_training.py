@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-
 import pytest
 import torch
 from equality import (
@@ -19,6 +15,7 @@ from equality import (
     assert_equal,
     single_process,
 )
+from interrupting import interrupted_after, stop_pressed
 
 from fsdp_magic.errors import CellFailedError, CellInterrupted
 from fsdp_magic.notebook.session import Session
@@ -403,9 +400,9 @@ def test_a_second_run_continues_steps_and_data(session):
 def test_an_interrupt_stops_all_ranks_after_the_same_step(session):
     session.model(CASE.built, show=False)
     session.run("import time", show=False)
-    threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(CellInterrupted) as caught:
-        session.train("time.sleep(0.02)\n" + CASE.cell, steps=1000, **OPTIONS)
+    cell = f"time.sleep(0.02)\n{stop_pressed('step == 3')}{CASE.cell}"
+    with interrupted_after(), pytest.raises(CellInterrupted) as caught:
+        session.train(cell, steps=1000, **OPTIONS)
     run = caught.value.run
     assert run.state == "stopped"
     assert run is session.runs[-1]
@@ -417,12 +414,9 @@ def test_an_interrupt_stops_all_ranks_after_the_same_step(session):
 def test_a_second_interrupt_ends_a_stuck_step(session):
     session.model(CASE.built, show=False)
     session.run("import time", show=False)
-    for delay in (0.6, 1.2):
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(CellInterrupted) as caught:
-        session.train(
-            "if step == 1 and rank == 0:\n    time.sleep(60)\n" + CASE.cell, steps=9, **OPTIONS
-        )
+    stuck = stop_pressed("step == 1", 0.6, then="time.sleep(60)")
+    with interrupted_after(), pytest.raises(CellInterrupted) as caught:
+        session.train(stuck + CASE.cell, steps=9, **OPTIONS)
     assert caught.value.run.steps == 1
     assert session.train(CASE.cell, steps=1, **OPTIONS).state == "done"
 

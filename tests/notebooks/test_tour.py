@@ -1,4 +1,4 @@
-"""The first five cells that anybody sees, executed as they are written; data and model are small."""
+"""The five cells that anybody sees first, executed as written; data and model are small."""
 
 from __future__ import annotations
 
