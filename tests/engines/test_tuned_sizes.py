@@ -190,7 +190,7 @@ def _peak_of(searched: Searched, size: int) -> int | None:
     try:
         session.train(
             searched.cell,
-            steps=10,
+            steps=20,
             micro_batch_size=size,
             accumulate=searched.case.accumulate,
             **searched.options,
