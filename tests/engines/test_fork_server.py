@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdp_magic.core.protocol import LOCAL_ORDER_VARIABLE
 from fsdp_magic.core.specs import InitSpec
-from fsdp_magic.errors import CellInterrupted, EngineDiedError, UsageError
+from fsdp_magic.errors import CellInterrupted, EngineDiedError, FsdpError, UsageError
 from fsdp_magic.notebook.fork_server import ForkServer, _place
 from fsdp_magic.notebook.session import Session
 
@@ -102,6 +103,23 @@ def test_nothing_is_left_of_what_a_server_made_and_died_before_telling(
         assert results(session, "rank") == ["0"]
         untold = int((tmp_path / "untold").read_text())
         assert until(lambda: not psutil.pid_exists(untold), seconds=10.0), f"its {role} lives"
+
+
+def test_a_start_that_fails_at_its_second_engine_closes_the_channel_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork = ForkServer.fork
+
+    def refused(server: ForkServer, request: Any, **options: Any) -> Any:
+        if request.environment.get(LOCAL_ORDER_VARIABLE) == "1":
+            raise FsdpError("no second engine")
+        return fork(server, request, **options)
+
+    monkeypatch.setattr(ForkServer, "fork", refused)
+    before = open_sockets()
+    with pytest.raises(FsdpError, match="no second engine"):
+        Session(InitSpec(n=2, device="cpu"))
+    assert open_sockets() == before
 
 
 def test_an_engine_that_a_server_made_too_late_ends(
