@@ -35,7 +35,8 @@ test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 --keep-going test-engines test-beside
 
 # engines wait for each other often, and leave half of two cores to the others
-BESIDE := tests/unit tests/notebooks tests/chaos tests/browser $(wildcard tests/engines/test_tun*.py)
+BESIDE := tests/unit tests/notebooks tests/chaos tests/browser \
+	$(wildcard tests/engines/test_tun*.py) tests/engines/test_fork_server.py
 
 test-engines: $(INSTALLED)
 	$(BIN)/python -m pytest $(addprefix --ignore ,$(BESIDE))
