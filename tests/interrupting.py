@@ -11,7 +11,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupted_after(*seconds: float) -> Iterator[None]:
-    """Press stop after some times; a press that comes when the call is over does nothing."""
+    """Press stop after some times; a press that comes when the call is over does nothing.
+
+    Without times it is for a cell that presses by itself.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # else it would end the whole test run
         signal.signal(signal.SIGINT, lambda *_: None)

@@ -223,7 +223,7 @@ def test_steps_of_a_run_that_ends_early_are_logged_to_the_last(session, ending):
             session.train(CELL + "if step == 5: 1 / 0", **options)
     else:
         with interrupted_after(), pytest.raises(CellInterrupted) as caught:
-            session.train(CELL + stop_pressed("step == 20"), **options)
+            session.train(CELL + stop_pressed("step == 20", then="time.sleep(0.5)"), **options)
     assert caught.value.run.steps > 0
     assert logged == list(range(caught.value.run.steps))
 

@@ -65,7 +65,8 @@ def test_output_comes_while_the_cell_runs(
 
     def look() -> None:
         nonlocal seen
-        while "first" not in seen:
+        deadline = time.monotonic() + 30
+        while "first" not in seen and time.monotonic() < deadline:
             time.sleep(0.05)
             seen += capsys.readouterr().out
         was_seen.touch()

@@ -89,8 +89,9 @@ def test_a_new_model_starts_at_zero(session):
 def cut_short(session: Any, how: str, *, at: int = 2, **options: Any) -> Any:
     """Train, be cut short in one of three ways, and return the run."""
     if how == "an interrupt":
+        press = stop_pressed(f"step == {at}", then="time.sleep(0.5)")  # for the kernel to hear it
         with interrupted_after(), pytest.raises(CellInterrupted) as stopped:
-            session.train(stop_pressed(f"step == {at}") + CELL, **OPTIONS, **options)
+            session.train(press + CELL, **OPTIONS, **options)
         return stopped.value.run
     end = {  # after the forward, which has moved running statistics
         "a failure": f"if step == {at} and rank == 1 and not again:\n    1 / 0\n",
@@ -250,8 +251,9 @@ def try_out(session: Any, how: str) -> None:
             with pytest.raises(CellFailedError):
                 session.train(changed + "if step % 3 == 2 and rank: 1 / 0", **options)
         case "is interrupted":
+            press = stop_pressed("step % 3 == 2", then="time.sleep(0.5)")
             with interrupted_after(), pytest.raises(CellInterrupted):
-                session.train(stop_pressed("step % 3 == 2") + changed, **options)
+                session.train(press + changed, **options)
         case "is refused":
             with pytest.raises(CellFailedError, match="nowhere"):
                 session.train(changed, **options, after_step="nowhere")

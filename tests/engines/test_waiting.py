@@ -141,7 +141,10 @@ def test_one_press_ends_a_run_whose_table_is_up_at_once(session: Session) -> Non
     pressed: list[float] = []
 
     def press() -> None:
+        deadline = time.monotonic() + 30
         while not session.runs or session.runs[-1].waiting is None:
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
